@@ -1,0 +1,71 @@
+"""The static shape of one group of layers' cache, and where each token of a row lives.
+
+A row's tokens, in order: the first `sinks` stay exact for ever; of the others, whole pages are
+*sealed* (encoded once into the pool) as soon as `recent` newer tokens exist; the rest lie exact in
+a ring of `recent + page_size` slots. So everything is a function of a row's length alone: any split
+of the same tokens into calls gives the same cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from kvjax.codecs.base import Codec
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSpec:
+    """What layers that share shapes and codecs have in common. Static under `jit`."""
+
+    layers: tuple[int, ...]  # model layers that own a slot here, in slot order
+    num_kv_heads: int
+    head_dim: int
+    k_codec: Codec
+    v_codec: Codec
+    page_size: int
+    sinks: int
+    recent: int
+    max_len: int
+    dtype: Any
+
+    @property
+    def ring(self) -> int:
+        """Slots of the exact ring: the guaranteed recent tokens and a page that fills up."""
+        return self.recent + self.page_size
+
+    @property
+    def exact_slots(self) -> int:
+        return self.sinks + self.ring
+
+    @property
+    def pages_per_row(self) -> int:
+        """Sealed pages of a row that is `max_len` tokens long."""
+        return max(0, (self.max_len - self.sinks - self.recent) // self.page_size)
+
+    def sealed_pages(self, length: Int[Array, "..."]) -> Int[Array, "..."]:
+        """How many pages of a row of this length are sealed."""
+        return jnp.maximum(0, (length - self.sinks - self.recent) // self.page_size)
+
+    def exact_slot(self, token: Int[Array, "..."]) -> Int[Array, "..."]:
+        """The exact slot that holds (or held) a token."""
+        ring = self.sinks + (token - self.sinks) % self.ring
+        return jnp.where(token < self.sinks, token, ring)
+
+    def token_in_slot(self, length: Int[Array, "B"]) -> Int[Array, "B E"]:
+        """The newest token that each exact slot holds in a row of this length; -1 for none."""
+        slot = jnp.arange(self.exact_slots)
+        newest = length[:, None] - 1
+        ring = newest - (newest - slot) % self.ring
+        # the ring holds tokens from `sinks` on; slot s holds those congruent to s
+        ring = jnp.where(ring >= self.sinks, ring, -1)
+        return jnp.where(slot < self.sinks, jnp.where(slot <= newest, slot, -1), ring)
+
+    def exact_valid(self, length: Int[Array, "B"]) -> Bool[Array, "B E"]:
+        """Slots that hold a token which no sealed page holds."""
+        token = self.token_in_slot(length)
+        first = self.sinks + self.sealed_pages(length)[:, None] * self.page_size
+        return (token >= 0) & ((token < self.sinks) | (token >= first))

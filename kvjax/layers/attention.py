@@ -1,0 +1,55 @@
+"""Multi-head, grouped-query (2305.13245) and multi-query (1911.02150) attention.
+
+The head counts of the config choose the kind. Query head n reads KV head n // (N / K): the queries
+are reshaped to `[B, T, K, G, H]` and K and V are never repeated.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from kvjax.config import ModelConfig
+from kvjax.layers.linear import Linear
+from kvjax.layers.rope import apply_rope
+
+
+class Attend(Protocol):
+    """Attention of a chunk's queries to what they may see; the cache or a plain chunk gives it."""
+
+    def __call__(
+        self,
+        q: Float[Array, "B T K G H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+    ) -> Float[Array, "B T K G H"]: ...
+
+
+class Attention(nnx.Module):
+    """Projections around an `Attend`; returns the chunk's keys and values too, for the cache."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        options = {"std": config.initializer_range, "dtype": dtype, "rngs": rngs}
+        self.q_proj = Linear(D, N * H, bias=config.attention_bias, **options)
+        self.k_proj = Linear(D, K * H, bias=config.attention_bias, **options)
+        self.v_proj = Linear(D, K * H, bias=config.attention_bias, **options)
+        self.o_proj = Linear(N * H, D, bias=config.attention_out_bias, **options)
+        self.shape = (N, K, H)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rope: tuple[Float[Array, "B T half"], Float[Array, "B T half"]],
+        attend: Attend,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        B, T, _ = x.shape
+        N, K, H = self.shape
+        q = apply_rope(self.q_proj(x).reshape(B, T, N, H), *rope)
+        k = apply_rope(self.k_proj(x).reshape(B, T, K, H), *rope)
+        v = self.v_proj(x).reshape(B, T, K, H)
+        out = attend(q.reshape(B, T, K, N // K, H), k, v)
+        return self.o_proj(out.reshape(B, T, N * H)), k, v

@@ -1,0 +1,227 @@
+"""The decoder: embed -> layers -> logits. `model(tokens, cache) -> (logits, cache)`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import KVCache
+from kvjax.cache import init_cache as _init_cache
+from kvjax.config import DTYPES, CacheConfig, ModelConfig, need
+from kvjax.layers.decoder import Form, LayerStack
+from kvjax.layers.linear import Linear
+from kvjax.layers.norm import RMSNorm
+from kvjax.layers.rope import rope_tables
+from pallas_kernels.flash_attention import causal_partial
+from pallas_kernels.softmax import finish
+
+# Shapes: B batch, T tokens of this call, D model dim, K KV heads, G = heads per KV head, H head
+# dim, V vocabulary, L layers.
+
+
+class Transformer(nnx.Module):
+    """A decoder language model.
+
+    dtype: of parameters and activations ("float32", "bfloat16", "float16"); norms, angles and
+    softmax are float32 inside. form: see `kvjax.layers.decoder`; None takes the fast one for the
+    default backend.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: str = "float32",
+        form: Form | None = None,
+    ):
+        need(dtype in DTYPES, "dtype", f"one of {DTYPES}", dtype)
+        kind = jnp.dtype(dtype)
+        self.config = config
+        self.dtype = dtype
+        V, D, std = config.vocab_size, config.hidden_size, config.initializer_range
+        embedding = jax.random.normal(rngs.params(), (V, D), jnp.float32) * std
+        self.embedding = nnx.Param(embedding.astype(kind))
+        self.stack = LayerStack(config, form=form or default_form(), dtype=kind, rngs=rngs)
+        self.norm = RMSNorm(D, config.rms_norm_eps, dtype=kind)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(D, V, bias=False, std=std, dtype=kind, rngs=rngs)
+        )
+
+    # -- the public face -------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"],
+        cache: KVCache | None = None,
+        *,
+        lengths: Int[Array, "B"] | Any = None,
+        mask: Bool[Array, "B T"] | Any = None,
+    ) -> tuple[Float[Array, "B T V"], KVCache | None]:
+        """Logits of every token, and the cache with the tokens appended (None without a cache).
+
+        lengths [B]: how many tokens of each row are real, the rest being padding on the right.
+        mask [B, T]: the same for padding on either side, True for real tokens, which must be
+        contiguous; not with a cache that already holds tokens of left-padded rows of other calls:
+        positions count real tokens only. Logits at padding are meaningless.
+
+        Compiled once per shape. Inside your own `jit` it is inlined; donate the cache there.
+        Raises ValueError on token ids, lengths, masks or a cache that do not fit.
+        """
+        tokens, lengths, shift = _check_inputs(self.config, tokens, cache, lengths, mask)
+        graphdef, state = nnx.split(self)
+        return _forward(graphdef, state, tokens, cache, lengths, shift)
+
+    def init_cache(
+        self, *, batch: int, max_len: int, config: CacheConfig | None = None
+    ) -> KVCache:
+        """An empty cache for `batch` rows of up to `max_len` tokens."""
+        config = CacheConfig() if config is None else config
+        return _init_cache(
+            self.config, batch=batch, max_len=max_len, config=config, dtype=self.dtype
+        )
+
+    # -- the parts, for loops that need only some logits -----------------------------------------
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: KVCache | None,
+        lengths: Int[Array, "B"],
+        *,
+        remat: bool = False,
+    ) -> tuple[Float[Array, "B T D"], KVCache | None]:
+        """Normed final states, and the cache with the tokens appended. For use inside `jit`."""
+        config = self.config
+        start = jnp.zeros_like(lengths) if cache is None else cache.length
+        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        rope = rope_tables(config.rope, config.head_dim, positions, start + lengths)
+        with jax.named_scope("embed"):
+            x = self.embedding[...][tokens]
+        if cache is None:
+            x, _ = self.stack(x, rope, self._attend(None, lengths), remat=remat)
+            return self.norm(x), None
+        x, k, v = self._read(x, rope, cache, lengths)
+        with jax.named_scope("append"):
+            cache = cache.append((k,), (v,), new=lengths)
+        return self.norm(x), cache
+
+    def _read(self, x, rope, cache, lengths):
+        """All layers over an unchanging cache.
+
+        In a branch of its own, so that XLA sees every read of the cache before the append writes
+        it: otherwise it saves a copy of the whole pool for the reads (seen on CPU, unrolled).
+        """
+
+        def run(cache):
+            out, (k, v) = self.stack(x, rope, self._attend(cache, lengths))
+            return out, k, v
+
+        skipped = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, cache))
+        return jax.lax.cond(jnp.any(lengths > 0), run, lambda cache: skipped, cache)
+
+    def logits(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead V"]:
+        """float32 logits of normed final states."""
+        with jax.named_scope("logits"):
+            if self.lm_head is None:
+                table = self.embedding[...]
+                return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
+            return jnp.matmul(x, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+
+    def _attend(self, cache: KVCache | None, lengths: Array):
+        scale = self.config.head_dim**-0.5
+        if cache is None:
+
+            def whole(q, k, v):
+                part = causal_partial(q, k, v, lengths=lengths, scale=scale)
+                return jnp.moveaxis(finish(part), 3, 1).astype(q.dtype)
+
+            return lambda layer: whole
+        return lambda layer: functools.partial(cache.attend, 0, layer, new=lengths, scale=scale)
+
+
+def default_form() -> Form:
+    """The storage form that decodes fastest on the default backend."""
+    return "unrolled" if jax.default_backend() == "cpu" else "stacked"
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(graphdef, state, tokens, cache, lengths, shift):
+    model = nnx.merge(graphdef, state)
+    if shift is not None:  # left padding: real tokens go to the front, logits back behind the pads
+        tokens = _roll(tokens, -shift)
+    x, cache = model.hidden(tokens, cache, lengths)
+    logits = model.logits(x)
+    return (logits if shift is None else _roll(logits, shift)), cache
+
+
+def _roll(x: Array, shift: Int[Array, "B"]) -> Array:
+    return jax.vmap(lambda row, s: jnp.roll(row, s, axis=0))(x, shift)
+
+
+def padding(mask: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """(lengths, left padding) of each row of a mask of real tokens; they must be contiguous."""
+    mask = np.asarray(mask).astype(bool)
+    need(mask.shape == shape, "mask", f"the shape of tokens {shape}", mask.shape)
+    lengths = mask.sum(axis=1).astype(np.int32)
+    left = np.where(lengths > 0, mask.argmax(axis=1), 0).astype(np.int32)
+    whole = np.arange(shape[1]) - left[:, None]
+    gaps = np.flatnonzero(((whole >= 0) & (whole < lengths[:, None])).__ne__(mask).any(axis=1))
+    need(gaps.size == 0, "mask", "contiguous real tokens in each row", f"gaps in rows {gaps}")
+    return lengths, left
+
+
+def _check_inputs(config: ModelConfig, tokens, cache, lengths, mask):
+    tokens = jnp.asarray(tokens)
+    need(
+        tokens.ndim == 2 and jnp.issubdtype(tokens.dtype, jnp.integer),
+        "tokens",
+        "integers of shape [B, T]",
+        f"{tokens.dtype} of shape {tokens.shape}",
+    )
+    B, T = tokens.shape
+    need(
+        cache is None or cache.batch == B,
+        "tokens",
+        f"a batch of {getattr(cache, 'batch', B)}, as the cache has",
+        B,
+    )
+    need(lengths is None or mask is None, "lengths, mask", "one of the two", "both")
+    shift = None
+    if mask is not None:
+        lengths, shift = padding(mask, (B, T))
+        shift = jnp.asarray(shift)
+    lengths = jnp.full((B,), T, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    need(lengths.shape == (B,), "lengths", f"shape ({B},)", lengths.shape)
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tokens, lengths, cache))):
+        _check_values(config, np.asarray(tokens), cache, np.asarray(lengths))
+    return tokens.astype(jnp.int32), lengths, shift
+
+
+def _check_values(config: ModelConfig, tokens: np.ndarray, cache, lengths: np.ndarray) -> None:
+    T = tokens.shape[1]
+    need(
+        bool(((lengths >= 0) & (lengths <= T)).all()),
+        "lengths",
+        f"0 to {T}, the tokens of this call",
+        lengths.tolist(),
+    )
+    bad = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
+    need(bad.size == 0, "tokens", f"ids 0 to {config.vocab_size - 1}", bad[:5].tolist())
+    if cache is not None:
+        total = np.asarray(cache.length) + lengths
+        need(
+            bool((total <= cache.max_len).all()),
+            "cache.max_len",
+            f"at least {int(total.max())}, the longest row after this call",
+            cache.max_len,
+            "Make the cache with a larger max_len.",
+        )

@@ -1,0 +1,5 @@
+"""Causal attention of a chunk to itself, blockwise: memory does not grow with its square."""
+
+from pallas_kernels.flash_attention.xla import causal_partial
+
+__all__ = ["causal_partial"]

@@ -1,0 +1,80 @@
+"""Blockwise causal attention in plain XLA (FlashAttention 2205.14135; Rabe & Staats 2112.05682).
+
+Queries go in blocks; each block sees key blocks up to its own. Under `jax.grad` a query block is
+recomputed, so training memory also stays linear in the length.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.softmax import MASKED, Partial, attend_tile, merge
+
+# Shapes: B batch, T tokens, K KV heads, G query heads per KV head, H head dim, C block.
+
+
+def causal_partial(
+    q: Float[Array, "B T K G H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K R"],
+    *,
+    lengths: Int[Array, "B"],
+    scale: float,
+    block: int = 512,
+) -> Partial:
+    """Attention of T tokens to those at or before them. `acc [B,K,G,T,R]`, `top`, `mass [B,K,G,T]`.
+
+    lengths: how many of the T tokens of each row are real (right-padded); the others are not seen,
+    whatever they hold, and their own output is that of no particular key.
+    """
+    B, T, K, G, H = q.shape
+    real = jnp.arange(T) < lengths[:, None]
+    q = jnp.moveaxis(q, 1, 3)  # B K G T H
+    k = jnp.moveaxis(k, 1, 2)  # B K T H
+    v = jnp.where(real[:, None, :, None], jnp.moveaxis(v, 1, 2), 0)  # B K T R
+    if block >= T:
+        return _block(q, k, v, jnp.arange(T), jnp.arange(T), real, scale)
+    pad = -T % block
+    blocks = (T + pad) // block
+    q = _blocks(q, pad, block, axis=3)  # n B K G C H
+    k, v = (_blocks(x, pad, block, axis=2) for x in (k, v))  # n B K C H
+    real = _blocks(real, pad, block, axis=1)  # n B C
+
+    @jax.checkpoint
+    def one_query_block(i, q_i):
+        def one_key_block(part, j):
+            return jax.lax.cond(j <= i, lambda p: see(p, j), lambda p: p, part), None
+
+        def see(part, j):
+            at, to = i * block + jnp.arange(block), j * block + jnp.arange(block)
+            return merge(part, _block(q_i, k[j], v[j], at, to, real[j], scale))
+
+        shape = (B, K, G, block)
+        empty = Partial(
+            jnp.zeros((*shape, v.shape[-1])), jnp.full(shape, MASKED), jnp.zeros(shape)
+        )
+        return jax.lax.scan(one_key_block, empty, jnp.arange(blocks))[0]
+
+    parts = jax.lax.map(lambda iq: one_query_block(*iq), (jnp.arange(blocks), q))
+    return jax.tree.map(
+        lambda x: jnp.moveaxis(x, 0, 3).reshape(B, K, G, T + pad, *x.shape[5:])[:, :, :, :T], parts
+    )
+
+
+def _block(q, k, v, at, to, real, scale) -> Partial:
+    B, K, G, T, H = q.shape
+    mask = (to <= at[:, None]) & real[:, None, None, :]  # B 1 T S
+    mask = jnp.broadcast_to(mask[:, :, None], (B, 1, G, *mask.shape[2:]))
+    mask = mask.reshape(B, 1, G * T, -1)
+    q = q.reshape(B, K, G * T, H)
+    part = attend_tile(q, jnp.swapaxes(k, 2, 3), v, mask, scale=scale)
+    return jax.tree.map(lambda x: x.reshape(B, K, G, T, *x.shape[3:]), part)
+
+
+def _blocks(x: Array, pad: int, block: int, *, axis: int) -> Array:
+    widths = [(0, pad if a == axis else 0) for a in range(x.ndim)]
+    x = jnp.pad(x, widths)
+    x = x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)

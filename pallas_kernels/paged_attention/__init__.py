@@ -1,0 +1,5 @@
+"""Attention of queries to sealed pages, read through a page table."""
+
+from pallas_kernels.paged_attention.xla import paged_partial
+
+__all__ = ["paged_partial"]

@@ -1,0 +1,71 @@
+"""Paged attention in plain XLA, tile by tile (PagedAttention 2309.06180).
+
+A tile is a few pages of every row. Its codes are gathered and decoded, used, and gone: no dense
+copy of the cache exists, and the temporary memory is that of one tile. The number of tiles is a
+traced value, so short rows cost little and no length compiles anything new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.softmax import MASKED, Partial, attend_tile, merge
+
+# Shapes: B batch, K KV heads, Q queries of a KV head (all of its group's tokens), H head dim,
+# P pool pages, M pages in a row's table, S tokens of a page, n pages of a tile.
+
+
+def paged_partial(
+    q: Float[Array, "B K Q H"],
+    k_pages: Any,
+    v_pages: Any,
+    table: Int[Array, "B M"],
+    used: Int[Array, "B"],
+    *,
+    decode_k: Callable[[Any], Array],
+    decode_v: Callable[[Any], Array],
+    out_dim: int,
+    page_size: int,
+    scale: float,
+    tile_tokens: int = 128,
+) -> Partial:
+    """Attention of every query to the first `used[b]` pages of its row; `acc [B, K, Q, out_dim]`.
+
+    k_pages, v_pages: pytrees of arrays `[P, K, ...]`. decode_k turns gathered codes `[B, n, K, ...]`
+    into `[B, n, K, H, S]`, decode_v into `[B, n, K, S, out_dim]`. Page 0 of the pool is the null
+    page: all zeros, read in place of any page past `used`, so whatever unused pages hold is never
+    touched.
+    """
+    B, K, Q, _ = q.shape
+    tile = max(1, min(tile_tokens // page_size, table.shape[1]))
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % tile)))
+    table = jnp.where(jnp.arange(table.shape[1]) < used[:, None], table, 0)
+
+    def body(i, part):
+        ids = jax.lax.dynamic_slice_in_dim(table, i * tile, tile, axis=1)  # B n
+        k_t = jnp.moveaxis(decode_k(_gather(k_pages, ids)), 1, 3)  # B K H n S
+        v = jnp.moveaxis(decode_v(_gather(v_pages, ids)), 1, 2)  # B K n S R
+        token = i * tile * page_size + jnp.arange(tile * page_size)
+        seen = token < used[:, None] * page_size
+        new = attend_tile(
+            q,
+            k_t.reshape(*k_t.shape[:3], -1),
+            v.reshape(B, K, -1, out_dim),
+            seen[:, None, None, :],
+            scale=scale,
+        )
+        return merge(part, new)
+
+    shape = (B, K, Q)
+    empty = Partial(jnp.zeros((*shape, out_dim)), jnp.full(shape, MASKED), jnp.zeros(shape))
+    tiles = (jnp.max(used) + tile - 1) // tile
+    return jax.lax.fori_loop(0, tiles, body, empty)
+
+
+def _gather(pages: Any, ids: Array) -> Any:
+    return jax.tree.map(lambda leaf: leaf.at[ids].get(mode="promise_in_bounds"), pages)

@@ -1,0 +1,63 @@
+"""Softmax in parts: attention over disjoint sets of keys, merged exactly.
+
+A `Partial` is attention over some of the keys before the division: it can be computed for the exact
+tokens, for packed pages and for the current chunk apart, and merged with the log-sum-exp rule
+(online softmax, Milakov & Gimelshein 1805.02867; FlashAttention 2205.14135, section 3.1).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+#: Score of a masked key. Finite, so that a row without any key gives 0 and never NaN.
+MASKED = -1e30
+
+
+class Partial(NamedTuple):
+    """Un-normalised attention over a set of keys, float32. `[...]` are batch, head, query axes."""
+
+    acc: Array  # [..., H]  sum of exp(score - top) * value
+    top: Array  # [...]     largest score, MASKED when there is no key
+    mass: Array  # [...]    sum of exp(score - top)
+
+
+def attend_tile(
+    q: Float[Array, "*lead T H"],
+    k_t: Float[Array, "*lead H S"],
+    v: Float[Array, "*lead S R"],
+    mask: Bool[Array, "..."],
+    *,
+    scale: float,
+) -> Partial:
+    """Attention of T queries to S keys; k_t has tokens last. mask broadcasts to `[..., T, S]`.
+
+    Values of keys that every query masks must be finite: 0 * NaN is NaN.
+    """
+    scores = jnp.matmul(q, k_t, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(mask, scores, MASKED)
+    top = jnp.max(scores, axis=-1)
+    weights = jnp.where(mask, jnp.exp(scores - top[..., None]), 0.0)
+    acc = jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return Partial(acc, top, jnp.sum(weights, axis=-1))
+
+
+def merge(first: Partial, *others: Partial) -> Partial:
+    """The partial over the union of disjoint sets of keys."""
+    top = first.top
+    for part in others:
+        top = jnp.maximum(top, part.top)
+    acc = first.acc * jnp.exp(first.top - top)[..., None]
+    mass = first.mass * jnp.exp(first.top - top)
+    for part in others:
+        share = jnp.exp(part.top - top)
+        acc = acc + part.acc * share[..., None]
+        mass = mass + part.mass * share
+    return Partial(acc, top, mass)
+
+
+def finish(part: Partial) -> Float[Array, "*lead H"]:
+    """The attention output; zero for a query that saw no key."""
+    return part.acc / jnp.where(part.mass == 0.0, 1.0, part.mass)[..., None]
