@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import re
 from typing import Any, Literal
+
+from kvjax import codecs
+from kvjax.codecs.base import Codec
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -173,16 +178,21 @@ def model_config_from_dict(data: dict[str, Any]) -> ModelConfig:
 class CacheConfig:
     """What the KV cache is made of.
 
-    k, v: codec names of sealed keys and values. page_size: tokens of a page. sinks: first tokens
-    that stay exact (in the model's dtype). recent: most recent tokens that are always exact; a page
-    is sealed once it lies wholly before them. max_model_len is not here: it belongs to the run.
+    k, v: codec names of sealed keys and values (`kvjax.codecs.names()`), with options after a slash
+    (`kivi2/group=64`). layers: other codecs for some layers, `0-1:raw,28-29:int8+int4` (a name, or
+    keys+values; ranges include both ends). page_size: tokens of a page. sinks: first tokens that
+    stay exact (in the model's dtype). recent: most recent tokens that are always exact; a page is
+    sealed once it lies wholly before them. None: 4 and 64, or 0 and 0 where both codecs are raw.
+    calibration: file of calibrated arrays (`kvjax.codecs.calibrate`) that some codecs need.
     """
 
     k: str = "raw"
     v: str = "raw"
+    layers: str | None = None
     page_size: int = 128
-    sinks: int = 4
-    recent: int = 64
+    sinks: int | None = None
+    recent: int | None = None
+    calibration: str | None = None
 
     def __post_init__(self):
         need(
@@ -193,12 +203,77 @@ class CacheConfig:
         )
         for field in ("sinks", "recent"):
             value = getattr(self, field)
-            need(isinstance(value, int) and value >= 0, field, "an int >= 0", value)
-        for field in ("k", "v"):
-            value = getattr(self, field)
-            need(value == "raw", field, "a codec: 'raw'", value, "Other codecs are not built yet.")
+            ok = value is None or (isinstance(value, int) and value >= 0)
+            need(ok, field, "an int >= 0 or None", value)
+        for name in (self.k, self.v, *(n for *_, k, v in self._rules() for n in (k, v))):
+            _codec_pair(name)
 
     @classmethod
-    def parse(cls, text: str, **fields: Any) -> CacheConfig:
-        """The config that `--kv-cache-dtype TEXT` names, with other fields by keyword."""
-        return cls(k=text, v=text, **fields)
+    def parse(
+        cls,
+        text: str = "raw",
+        *,
+        k: str | None = None,
+        v: str | None = None,
+        layers: str | None = None,
+        **fields: Any,
+    ) -> CacheConfig:
+        """The config of `--kv-cache-dtype TEXT --kv-k K --kv-v V --kv-layers LAYERS`.
+
+        text: one name for keys and values, or `K+V`; k and v replace its parts.
+        """
+        first, second = _split_names(text, "kv-cache-dtype")
+        return cls(k=k or first, v=v or second, layers=layers, **fields)
+
+    def codecs(self, num_layers: int) -> list[tuple[Codec, Codec]]:
+        """(key codec, value codec) of each layer. Raises ValueError on ranges past the model."""
+        each = [(self.k, self.v)] * num_layers
+        for first, last, k, v in self._rules():
+            need(
+                last < num_layers,
+                "layers",
+                f"layers 0 to {num_layers - 1} of this model",
+                f"{first}-{last}",
+            )
+            each[first : last + 1] = [(k, v)] * (last + 1 - first)
+        return [(_codec_pair(k)[0], _codec_pair(v)[1]) for k, v in each]
+
+    def _rules(self) -> list[tuple[int, int, str, str]]:
+        rules = []
+        for part in (self.layers or "").split(",") if self.layers else []:
+            match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?:(\S+)\s*", part)
+            need(match is not None, "layers", "FIRST-LAST:CODEC[+CODEC], ...", part)
+            first, last = int(match[1]), int(match[2] or match[1])
+            need(first <= last, "layers", "ranges from the first to the last layer", part)
+            rules.append((first, last, *_split_names(match[3], "layers")))
+        return rules
+
+
+def _split_names(text: str, field: str) -> tuple[str, str]:
+    parts = text.split("+")
+    need(len(parts) in (1, 2) and all(parts), field, "a codec, or KEYS+VALUES", text)
+    return parts[0], parts[-1]
+
+
+@functools.cache
+def _codec_pair(text: str) -> tuple[Codec, Codec]:
+    """The codecs that `name/option=value/...` names."""
+    name, *options = text.split("/")
+    fields = {}
+    for option in options:
+        field, equals, value = option.partition("=")
+        need(bool(equals), f"codec {name}", "options as field=value", option)
+        fields[field] = _literal(value)
+    return codecs.pair(name, **fields)
+
+
+def _literal(value: str) -> Any:
+    named = {"true": True, "false": False, "none": None}
+    if value.lower() in named:
+        return named[value.lower()]
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import KVCache
 from kvjax.cache import init_cache as _init_cache
 from kvjax.config import DTYPES, CacheConfig, ModelConfig, need
-from kvjax.layers.decoder import Form, LayerStack
+from kvjax.layers.decoder import Form, LayerAttend, LayerStack
 from kvjax.layers.linear import Linear
 from kvjax.layers.norm import RMSNorm
 from kvjax.layers.rope import rope_tables
@@ -102,7 +102,7 @@ class Transformer(nnx.Module):
         """Normed final states, and the cache with the tokens appended. For use inside `jit`."""
         config = self.config
         start = jnp.zeros_like(lengths) if cache is None else cache.length
-        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        positions = start[:, None] + jnp.arange(tokens.shape[1])[None]
         rope = rope_tables(config.rope, config.head_dim, positions, start + lengths)
         with jax.named_scope("embed"):
             x = self.embedding[...][tokens]
@@ -111,7 +111,7 @@ class Transformer(nnx.Module):
             return self.norm(x), None
         x, k, v = self._read(x, rope, cache, lengths)
         with jax.named_scope("append"):
-            cache = cache.append((k,), (v,), new=lengths)
+            cache = cache.append(k, v, new=lengths)
         return self.norm(x), cache
 
     def _read(self, x, rope, cache, lengths):
@@ -136,16 +136,30 @@ class Transformer(nnx.Module):
                 return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
             return jnp.matmul(x, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
 
-    def _attend(self, cache: KVCache | None, lengths: Array):
-        scale = self.config.head_dim**-0.5
+    def _attend(self, cache: KVCache | None, lengths: Array) -> LayerAttend:
+        config = self.config
+        scale = config.head_dim**-0.5
         if cache is None:
 
-            def whole(q, k, v):
+            def whole(q, k, v, *, plain):
                 part = causal_partial(q, k, v, lengths=lengths, scale=scale)
-                return jnp.moveaxis(finish(part), 3, 1).astype(q.dtype)
+                return jnp.moveaxis(finish(part), 3, 1).astype(q.dtype), k
 
             return lambda layer: whole
-        return lambda layer: functools.partial(cache.attend, 0, layer, new=lengths, scale=scale)
+
+        total = cache.length + lengths
+
+        def rope(positions):
+            return rope_tables(config.rope, config.head_dim, positions, total)
+
+        def of_layer(layer):
+            def attend(q, k, v, *, plain):
+                out = cache.attend(layer, q, k, v, new=lengths, scale=scale, rope=rope)
+                return out, cache.stored_keys(layer, k, plain)
+
+            return attend
+
+        return of_layer
 
 
 def default_form() -> Form:

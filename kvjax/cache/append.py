@@ -48,18 +48,19 @@ def _seal(group: LayerGroup, k: Array, v: Array, length: Array, new: Array) -> L
 
     def seal_one(i, pools):
         row = jnp.searchsorted(ends, i, side="right")
-        page = first[row] + i - (ends[row - 1] * (row > 0))
+        page = first[row] + i - jnp.where(row > 0, ends[row - 1], 0)
         ids = group.table[:, row, page]  # slots
         token = spec.sinks + page * spec.page_size + jnp.arange(spec.page_size)
 
-        def put(pages, codec, exact, chunk):
-            codes = codec.encode(_tokens(spec, exact, chunk, row, token, length[row]), {})
+        def put(pages, codec, params, exact, chunk):
+            x = _tokens(spec, exact, chunk, row, token, length[row])  # slots K S H
+            codes = jax.vmap(codec.encode)(x, params)
             return {n: pages[n].at[ids].set(codes[n].astype(pages[n].dtype)) for n in pages}
 
         k_rows = jnp.swapaxes(group.k_exact, 3, 4)
         return (
-            put(pools[0], spec.k_codec, k_rows, k),
-            put(pools[1], spec.v_codec, group.v_exact, v),
+            put(pools[0], spec.k_codec, group.k_params, k_rows, k),
+            put(pools[1], spec.v_codec, group.v_params, group.v_exact, v),
         )
 
     k_pages, v_pages = jax.lax.fori_loop(0, ends[-1], seal_one, (group.k_pages, group.v_pages))
@@ -75,7 +76,7 @@ def _tokens(
     old = jnp.take(ring, spec.exact_slot(token), axis=2)
     at = jnp.clip(token - length, 0, chunk.shape[2] - 1)
     now = jnp.moveaxis(jnp.take(fresh, at, axis=1), 1, 2)
-    return jnp.where((token < length)[:, None], old, now)
+    return jnp.where((token < length)[None, None, :, None], old, now)
 
 
 def _write_token(spec, exact, x, length, new, *, tokens_last: bool) -> Array:

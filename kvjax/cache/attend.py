@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -9,6 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.spec import GroupSpec
+from kvjax.codecs.base import Params
+from kvjax.layers.rope import apply_rope
 from pallas_kernels.flash_attention import causal_partial
 from pallas_kernels.paged_attention import paged_partial
 from pallas_kernels.softmax import Partial, attend_tile, finish, merge
@@ -16,65 +20,99 @@ from pallas_kernels.softmax import Partial, attend_tile, finish, merge
 if TYPE_CHECKING:
     from kvjax.cache.kv_cache import LayerGroup
 
+#: positions [B, S] -> cos and sin [B, S, H/2]
+RopeFn = Callable[[Int[Array, "B S"]], tuple[Array, Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """The tokens of one call, in one layer: what attends, and what else it may see."""
+
+    q: Float[Array, "B T K G H"]
+    k: Float[Array, "B T K H"]
+    v: Float[Array, "B T K H"]
+    length: Int[Array, "B"]  # tokens of each row before this call
+    new: Int[Array, "B"]  # real tokens of each row in this call
+    scale: float
+    rope: RopeFn
+
+    @property
+    def rows(self) -> Float[Array, "B K Q H"]:
+        """Queries by KV head; all of them, Q = G T, see the same history."""
+        B, T, K, G, H = self.q.shape
+        return jnp.moveaxis(self.q, 1, 3).reshape(B, K, G * T, H)
+
 
 def attend_group(
-    group: LayerGroup,
-    slot: int | Int[Array, ""],
-    q: Float[Array, "B T K G H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    *,
-    length: Int[Array, "B"],
-    new: Int[Array, "B"],
-    scale: float,
+    group: LayerGroup, slot: int | Int[Array, ""], chunk: Chunk
 ) -> Float[Array, "B T K G H"]:
     """See `KVCache.attend`. The chunk's tokens are attended as they came, whatever the codec."""
-    B, T, K, G, H = q.shape
-    rows = jnp.moveaxis(q, 1, 3).reshape(B, K, G * T, H)  # all queries of a KV head see the same
-    history = _exact_part(group, slot, rows, length, scale)
+    B, T, K, G, H = chunk.q.shape
+    part = merge(_exact_part(group, slot, chunk), _chunk_part(chunk))
     if group.spec.pages_per_row:
-        history = _paged_part(group, slot, rows, length, scale, history)
-    chunk = _chunk_part(q, rows, k, v, new, scale)
-    out = finish(merge(history, chunk)).astype(q.dtype).reshape(B, K, G, T, H)
+        part = merge(part, _paged_part(group, slot, chunk))
+    out = finish(part).astype(chunk.q.dtype).reshape(B, K, G, T, H)
     return jnp.moveaxis(out, 3, 1)  # B T K G H
 
 
-def _exact_part(group: LayerGroup, slot: Any, q: Array, length: Array, scale: float) -> Partial:
-    valid = group.spec.exact_valid(length)  # B E
-    k, v = _layer(group.k_exact, slot), _layer(group.v_exact, slot)  # B K H E, B K E H
+def _exact_part(group: LayerGroup, slot: Any, chunk: Chunk) -> Partial:
+    spec: GroupSpec = group.spec
+    valid = spec.exact_valid(chunk.length)  # B E
+    k_t, v = _layer(group.k_exact, slot), _layer(group.v_exact, slot)  # B K H E, B K E H
     v = jnp.where(valid[:, None, :, None], v, 0)  # an unused slot may hold anything
-    return attend_tile(q, k, v, valid[:, None, None, :], scale=scale)
+    if spec.k_codec.pre_rope:
+        k_t = _rope_tile(k_t, chunk.rope(spec.token_in_slot(chunk.length)))
+    return attend_tile(chunk.rows, k_t, v, valid[:, None, None, :], scale=chunk.scale)
 
 
-def _chunk_part(q: Array, rows: Array, k: Array, v: Array, new: Array, scale: float) -> Partial:
-    if q.shape[1] > 1:
-        part = causal_partial(q, k, v, lengths=new, scale=scale)  # B K G T ...
+def _chunk_part(chunk: Chunk) -> Partial:
+    rows = chunk.rows
+    if chunk.q.shape[1] > 1:
+        part = causal_partial(chunk.q, chunk.k, chunk.v, lengths=chunk.new, scale=chunk.scale)
         return jax.tree.map(lambda x: x.reshape(*rows.shape[:3], *x.shape[4:]), part)
     # One token sees itself; a row without a new token has no use for its output.
-    k, v = (jnp.moveaxis(x, 1, 2).astype(jnp.float32) for x in (k, v))  # B K 1 H
-    score = jnp.sum(rows.astype(jnp.float32) * k, axis=-1) * scale
+    k, v = (jnp.moveaxis(x, 1, 2).astype(jnp.float32) for x in (chunk.k, chunk.v))  # B K 1 H
+    score = jnp.sum(rows.astype(jnp.float32) * k, axis=-1) * chunk.scale
     return Partial(jnp.broadcast_to(v, rows.shape), score, jnp.ones_like(score))
 
 
-def _paged_part(
-    group: LayerGroup, slot: Any, q: Array, length: Array, scale: float, others: Partial
-) -> Partial:
-    """The pages' part merged into `others`."""
+def _paged_part(group: LayerGroup, slot: Any, chunk: Chunk) -> Partial:
     spec: GroupSpec = group.spec
     k_codec, v_codec = spec.k_codec, spec.v_codec
+    k_params, v_params = _params(group.k_params, slot), _params(group.v_params, slot)
+    q, dtype = chunk.rows, chunk.q.dtype
+
+    def decode_k(codes: Any, tokens: Int[Array, "S"]) -> Array:
+        k_t = k_codec.decode_t(codes, k_params, dtype)  # B n K H S
+        if k_codec.pre_rope:
+            k_t = jnp.moveaxis(k_t, 1, 3)  # B K H n S
+            positions = jnp.broadcast_to(spec.sinks + tokens[None], (k_t.shape[0], tokens.shape[0]))
+            flat = _rope_tile(k_t.reshape(*k_t.shape[:3], -1), chunk.rope(positions))
+            k_t = jnp.moveaxis(flat.reshape(k_t.shape), 3, 1)
+        return k_t
+
     part = paged_partial(
-        k_codec.prepare_query(q, {}),
+        k_codec.prepare_query(q, k_params).astype(dtype),
         group.k_pages,
         group.v_pages,
         _layer(group.table, slot),
-        spec.sealed_pages(length),
-        decode_k=lambda codes: k_codec.decode_t(codes, {}, q.dtype),
-        decode_v=lambda codes: v_codec.decode(codes, {}, q.dtype),
-        out_dim=spec.head_dim,
+        spec.sealed_pages(chunk.length),
+        decode_k=decode_k,
+        decode_v=lambda codes, tokens: v_codec.decode(codes, v_params, dtype),
         page_size=spec.page_size,
-        scale=scale,
+        scale=chunk.scale,
     )
-    return merge(others, part._replace(acc=v_codec.finish_output(part.acc, {})))
+    return part._replace(acc=v_codec.finish_output(part.acc, v_params).astype(jnp.float32))
+
+
+def _rope_tile(
+    k_t: Float[Array, "B K H S"], rope: tuple[Array, Array]
+) -> Float[Array, "B K H S"]:
+    return jnp.moveaxis(apply_rope(jnp.moveaxis(k_t, 3, 1), *rope), 1, 3)
+
+
+def _params(params: Params, slot: Any) -> Params:
+    return jax.tree.map(lambda x: _layer(x, slot), params)
 
 
 def _layer(x: Array, slot: Any) -> Array:

@@ -8,18 +8,23 @@ place, and one function owns quantise-and-write.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.append import append_group
-from kvjax.cache.attend import attend_group
+from kvjax.cache.attend import Chunk, RopeFn, attend_group
 from kvjax.cache.spec import GroupSpec
-from kvjax.codecs.base import Codes
-from kvjax.codecs.raw import Raw, RawKey
+from kvjax.codecs.base import Codec, Codes, Params
 from kvjax.config import CacheConfig, ModelConfig, need
+
+#: params of each layer's key codec and value codec
+Calibration = Sequence[tuple[Params, Params]]
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +37,8 @@ class LayerGroup:
     k_exact: Float[Array, "slots B K H E"]  # tokens last: a score is a plain product
     v_exact: Float[Array, "slots B K E H"]
     table: Int[Array, "slots B M"]  # page ids
+    k_params: Params  # calibrated arrays of the codecs, leaves [slots, K, ...]
+    v_params: Params
     spec: GroupSpec = dataclasses.field(metadata={"static": True})
 
 
@@ -54,46 +61,87 @@ class KVCache:
 
     def attend(
         self,
-        group: int,
-        slot: int | Int[Array, ""],
+        layer: int | Int[Array, ""],
         q: Float[Array, "B T K G H"],
         k: Float[Array, "B T K H"],
         v: Float[Array, "B T K H"],
         *,
         new: Int[Array, "B"],
         scale: float,
+        rope: RopeFn,
     ) -> Float[Array, "B T K G H"]:
         """Attention of a chunk to the cached tokens and, causally, to itself.
 
-        k, v: the chunk's own keys and values, not yet appended; new: its real tokens per row.
+        layer may be traced (a scan over layers). k, v: the chunk's own keys and values, not yet
+        appended; new: its real tokens per row; rope: cos and sin of positions, for codecs that keep
+        keys before RoPE.
         """
-        return attend_group(
-            self.groups[group], slot, q, k, v, length=self.length, new=new, scale=scale
-        )
+
+        def of(g: int, slot: Any) -> Array:
+            chunk = Chunk(q, k, v, length=self.length, new=new, scale=scale, rope=rope)
+            return attend_group(self.groups[g], slot, chunk)
+
+        if isinstance(layer, int):
+            return of(*self.layer_map[layer])
+        groups, slots = (jnp.asarray(x)[layer] for x in zip(*self.layer_map, strict=True))
+        if len(self.groups) == 1:
+            return of(0, slots)
+        branches = [functools.partial(of, g) for g in range(len(self.groups))]
+        return jax.lax.switch(groups, branches, slots)
+
+    def stored_keys(
+        self,
+        layer: int | Int[Array, ""],
+        roped: Float[Array, "B T K H"],
+        plain: Float[Array, "B T K H"],
+    ) -> Float[Array, "B T K H"]:
+        """What `append` wants of a layer's keys: after RoPE, or before it as its codec needs."""
+        before = [self.groups[g].spec.k_codec.pre_rope for g, _ in self.layer_map]
+        if len(set(before)) == 1:
+            return plain if before[0] else roped
+        if isinstance(layer, int):
+            return plain if before[layer] else roped
+        return jnp.where(jnp.asarray(before)[layer], plain, roped)
 
     def append(
         self,
-        keys: tuple[Float[Array, "slots B T K H"], ...],
-        values: tuple[Float[Array, "slots B T K H"], ...],
+        k: Float[Array, "L B T K H"],
+        v: Float[Array, "L B T K H"],
         *,
         new: Int[Array, "B"],
     ) -> KVCache:
         """The cache with each row's first `new[b]` tokens of the chunk appended.
 
-        keys, values: one array a group, slots in the order of `spec.layers`. A row must not grow
-        past `max_len`: callers check that, what would lie past it is dropped.
+        k, v: of all layers. A row must not grow past `max_len`: callers check that, what would lie
+        past it is dropped.
         """
-        groups = tuple(
-            append_group(group, k, v, length=self.length, new=new)
-            for group, k, v in zip(self.groups, keys, values, strict=True)
-        )
+
+        def appended(group: LayerGroup) -> LayerGroup:
+            own = _take(k, group.spec.layers), _take(v, group.spec.layers)
+            return append_group(group, *own, length=self.length, new=new)
+
+        groups = tuple(appended(group) for group in self.groups)
         return dataclasses.replace(self, groups=groups, length=self.length + new)
 
 
+def _take(x: Array, layers: tuple[int, ...]) -> Array:
+    return x if layers == tuple(range(x.shape[0])) else x[np.asarray(layers)]
+
+
 def init_cache(
-    model: ModelConfig, *, batch: int, max_len: int, config: CacheConfig, dtype: Any
+    model: ModelConfig,
+    *,
+    batch: int,
+    max_len: int,
+    config: CacheConfig,
+    dtype: Any,
+    calibration: Calibration | None = None,
 ) -> KVCache:
-    """An empty cache for `batch` rows of up to `max_len` tokens. Raises ValueError on bad sizes."""
+    """An empty cache for `batch` rows of up to `max_len` tokens.
+
+    calibration: per layer the params of its key and its value codec; needed by codecs without
+    defaults. Raises ValueError on bad sizes and on codecs that do not fit the model.
+    """
     need(isinstance(batch, int) and batch > 0, "batch", "a positive int", batch)
     need(isinstance(max_len, int) and max_len > 0, "max_len", "a positive int", max_len)
     specs = group_specs(model, max_len=max_len, config=config, dtype=dtype)
@@ -101,7 +149,7 @@ def init_cache(
         layer: (g, slot) for g, spec in enumerate(specs) for slot, layer in enumerate(spec.layers)
     }
     return KVCache(
-        groups=tuple(_init_group(spec, batch) for spec in specs),
+        groups=tuple(_init_group(spec, batch, calibration) for spec in specs),
         length=jnp.zeros((batch,), jnp.int32),
         layer_map=tuple(layer_map[layer] for layer in range(model.num_layers)),
         max_len=max_len,
@@ -111,27 +159,37 @@ def init_cache(
 def group_specs(
     model: ModelConfig, *, max_len: int, config: CacheConfig, dtype: Any
 ) -> tuple[GroupSpec, ...]:
-    """The groups of layers that share shapes and codecs."""
-    spec = GroupSpec(
-        layers=tuple(range(model.num_layers)),
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        k_codec=RawKey(),
-        v_codec=Raw(),
-        page_size=config.page_size,
-        sinks=config.sinks,
-        recent=config.recent,
-        max_len=max_len,
-        dtype=jnp.dtype(dtype),
-    )
-    return (spec,)
+    """The groups of layers that share shapes and codecs, in the order of their first layers."""
+    layers: dict[tuple[Codec, Codec], list[int]] = {}
+    for layer, pair in enumerate(config.codecs(model.num_layers)):
+        layers.setdefault(pair, []).append(layer)
+
+    def spec(k_codec: Codec, v_codec: Codec, members: list[int]) -> GroupSpec:
+        shape = {"head_dim": model.head_dim, "page_size": config.page_size}
+        k_codec.check(**shape, role="k")
+        v_codec.check(**shape, role="v")
+        raw = k_codec.name == v_codec.name == "raw"
+        return GroupSpec(
+            layers=tuple(members),
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            k_codec=k_codec,
+            v_codec=v_codec,
+            page_size=config.page_size,
+            sinks=(0 if raw else 4) if config.sinks is None else config.sinks,
+            recent=(0 if raw else 64) if config.recent is None else config.recent,
+            max_len=max_len,
+            dtype=jnp.dtype(dtype),
+        )
+
+    return tuple(spec(k, v, members) for (k, v), members in layers.items())
 
 
-def _init_group(spec: GroupSpec, batch: int) -> LayerGroup:
+def _init_group(spec: GroupSpec, batch: int, calibration: Calibration | None) -> LayerGroup:
     slots, pages = len(spec.layers), spec.pages_per_row
     pool = 1 + slots * batch * pages if pages else 0
 
-    def pages_of(codec):
+    def pages_of(codec: Codec) -> Codes:
         shapes = codec.code_shapes(
             tokens=spec.page_size,
             head_dim=spec.head_dim,
@@ -139,6 +197,14 @@ def _init_group(spec: GroupSpec, batch: int) -> LayerGroup:
             dtype=spec.dtype,
         )
         return {name: jnp.zeros((pool, *s.shape), s.dtype) for name, s in shapes.items()}
+
+    def params_of(codec: Codec, role: int) -> Params:
+        def one(layer: int) -> Params:
+            if calibration is not None and calibration[layer][role]:
+                return calibration[layer][role]
+            return codec.init_params(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim)
+
+        return jax.tree.map(lambda *a: jnp.stack(a), *[one(layer) for layer in spec.layers])
 
     H, E = spec.head_dim, spec.exact_slots
     rows = (slots, batch, spec.num_kv_heads)
@@ -149,5 +215,7 @@ def _init_group(spec: GroupSpec, batch: int) -> LayerGroup:
         k_exact=jnp.zeros((*rows, H, E), spec.dtype),
         v_exact=jnp.zeros((*rows, E, H), spec.dtype),
         table=table,
+        k_params=params_of(spec.k_codec, 0),
+        v_params=params_of(spec.v_codec, 1),
         spec=spec,
     )

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from kvjax import codecs
+
 if TYPE_CHECKING:
     from kvjax.cache.kv_cache import KVCache
 
@@ -19,10 +21,11 @@ def cache_report(cache: KVCache) -> dict[str, Any]:
     bytes_per_token: total over the tokens of all rows at capacity. raw_bytes: the same capacity as
     one dense array in the model's dtype.
     """
-    parts = {"pages": 0, "exact": 0, "tables": cache.length.nbytes}
+    parts = {"pages": 0, "exact": 0, "calibration": 0, "tables": cache.length.nbytes}
     for group in cache.groups:
         parts["pages"] += _nbytes((group.k_pages, group.v_pages))
         parts["exact"] += _nbytes((group.k_exact, group.v_exact))
+        parts["calibration"] += _nbytes((group.k_params, group.v_params))
         parts["tables"] += group.table.nbytes
     total = _nbytes(cache)
     capacity = cache.batch * cache.max_len
@@ -41,8 +44,8 @@ def cache_report(cache: KVCache) -> dict[str, Any]:
         "codecs": [
             {
                 "layers": list(g.spec.layers),
-                "k": g.spec.k_codec.name,
-                "v": g.spec.v_codec.name,
+                "k": codecs.name_of(g.spec.k_codec),
+                "v": codecs.name_of(g.spec.v_codec),
                 "page_size": g.spec.page_size,
                 "sinks": g.spec.sinks,
                 "recent": g.spec.recent,

@@ -57,7 +57,7 @@ class GroupSpec:
 
     def token_in_slot(self, length: Int[Array, "B"]) -> Int[Array, "B E"]:
         """The newest token that each exact slot holds in a row of this length; -1 for none."""
-        slot = jnp.arange(self.exact_slots)
+        slot = jnp.arange(self.exact_slots)[None]
         newest = length[:, None] - 1
         ring = newest - (newest - slot) % self.ring
         # the ring holds tokens from `sinks` on; slot s holds those congruent to s

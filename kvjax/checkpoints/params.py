@@ -21,6 +21,11 @@ class Slot(NamedTuple):
     names: tuple[str, ...]  # Hugging Face tensors; several are stacked along a new leading axis
     transpose: bool  # HF stores [out, in], kvjax [in, out]
 
+    @property
+    def stacked(self) -> bool:
+        """Whether the parameter has a leading axis over `names`."""
+        return self.path[:2] == ("stack", "stack")
+
 
 #: per decoder layer: path in DecoderLayer -> (HF name under model.layers.N, transposed)
 LAYER_TENSORS = {
@@ -81,10 +86,9 @@ def fill(model: Transformer, tensors) -> Transformer:
 
 
 def _array(slot: Slot, tensors, variable) -> jnp.ndarray:
-    stacked = len(slot.names) > 1 or slot.path[:2] == ("stack", "stack")
-    want = variable.shape[1:] if stacked else variable.shape
+    want = variable.shape[1:] if slot.stacked else variable.shape
     parts = [_read(name, tensors[name], want, slot.transpose) for name in slot.names]
-    if not stacked:
+    if not slot.stacked:
         return jnp.asarray(parts[0], variable.dtype)
     return jnp.stack([jnp.asarray(p, variable.dtype) for p in parts])
 

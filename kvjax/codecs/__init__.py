@@ -18,14 +18,14 @@ from kvjax.codecs.kivi import KiviKey, KiviValue
 from kvjax.codecs.kvquant import KVQuantKey, KVQuantValue
 from kvjax.codecs.pca import Pca, PcaPreRope
 from kvjax.codecs.qjl import QjlKey
-from kvjax.codecs.raw import Raw
+from kvjax.codecs.raw import Raw, RawKey
 from kvjax.codecs.turboquant import TurboQuant, TurboQuantMixed, TurboQuantProd
 
 __all__ = [
     "Codec", "Codes", "Params", "code_bytes", "effective_bits",
     "get", "pair", "names", "name_of", "register",
-    "Raw", "Int8", "Int", "Fp8", "KiviKey", "KiviValue", "KVQuantKey", "KVQuantValue", "QjlKey",
-    "TurboQuant", "TurboQuantMixed", "TurboQuantProd", "Pca", "PcaPreRope",
+    "Raw", "RawKey", "Int8", "Int", "Fp8", "KiviKey", "KiviValue", "KVQuantKey", "KVQuantValue",
+    "QjlKey", "TurboQuant", "TurboQuantMixed", "TurboQuantProd", "Pca", "PcaPreRope",
 ]  # fmt: skip
 
 _PAIRS: dict[str, tuple[Codec, Codec]] = {}
@@ -91,7 +91,7 @@ def _near(word: str, known: Iterable[str]) -> str:
     return f" Near names: {', '.join(hits)}."
 
 
-register("raw", Raw)
+register("raw", RawKey, Raw)
 register("int8", Int8)
 register("int4", Int, bits=(4,))
 register("int4-hadamard", Int, bits=(4,), hadamard=True)

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 Codes = dict[str, Array]
 Params = dict[str, Any]
@@ -114,7 +114,7 @@ def effective_bits(codec: Codec, *, head_dim: int, page_size: int, dtype: Any) -
     return 8 * code_bytes(shapes) / (head_dim * page_size)
 
 
-def per_head(p: Float[Array, "K C"], x: Float[Array, "*lead"]) -> Float[Array, "*ones K 1 C"]:
+def per_head(p: Shaped[Array, "K C"], x: Shaped[Array, "*lead"]) -> Shaped[Array, "*ones K 1 C"]:
     """A param of one layer, shaped to meet `x` of `[..., K, T or G, C]` at equal rank."""
     K, C = p.shape
     return p.reshape((1,) * (x.ndim - 3) + (K, 1, C))

@@ -31,7 +31,7 @@ def weighted_kmeans(
         objectives.append(_objective(cells, centres))
         if len(objectives) > 1 and objectives[-2] - objectives[-1] <= 1e-9 * objectives[-2]:
             break
-    return centres, objectives
+    return np.sort(centres), objectives  # equal centres may have swapped by an ulp
 
 
 def _cells(x: np.ndarray, sums: np.ndarray, centres: np.ndarray) -> np.ndarray:

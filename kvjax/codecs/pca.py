@@ -35,7 +35,7 @@ from kvjax.codecs.base import (
 MAX_BITS = 6
 
 
-def allocate(variances: np.ndarray, bits: float) -> tuple[int, ...]:
+def allocate(variances: np.ndarray, bits: int | float) -> tuple[int, ...]:
     """0 to 6 bits an axis, `bits` on average: each next bit goes where it removes most error.
 
     variances: `[..., H]` descending; the leading axes (heads, layers) share one allocation, so
@@ -61,7 +61,7 @@ class Pca(Codec):
     """
 
     name: ClassVar[str] = "pca"
-    bits: float = 2
+    bits: int | float = 2
     allocation: tuple[int, ...] | None = None
     token_scale: bool = False
 

@@ -199,7 +199,7 @@ class TurboQuantProd(Codec):
             "gamma": as_scale(gamma, self.scale_dtype),
         }
 
-    def decode(self, codes: Codes, params: Params, dtype: Any) -> Float[Array, "*lead T 2*H"]:
+    def decode(self, codes: Codes, params: Params, dtype: Any) -> Float[Array, "*lead T R"]:
         levels = codebook.lookup(
             packing.unpack(codes["words"], self.bits - 1), codebook.lloyd_max(self.bits - 1)
         )
@@ -208,15 +208,11 @@ class TurboQuantProd(Codec):
         signs *= codes["gamma"].astype(jnp.float32)[..., None]
         return jnp.concatenate([levels, signs], axis=-1).astype(dtype)
 
-    def prepare_query(
-        self, q: Float[Array, "*lead H"], params: Params
-    ) -> Float[Array, "*lead 2*H"]:
+    def prepare_query(self, q: Float[Array, "*lead H"], params: Params) -> Float[Array, "*lead R"]:
         q = rotation.rotate(q, self.seed)
         return jnp.concatenate([q, project(self._scaled(q.shape[-1]), q)], axis=-1)
 
-    def finish_output(
-        self, o: Float[Array, "*lead 2*H"], params: Params
-    ) -> Float[Array, "*lead H"]:
+    def finish_output(self, o: Float[Array, "*lead R"], params: Params) -> Float[Array, "*lead H"]:
         H = o.shape[-1] // 2
         y = o[..., :H] + project(self._scaled(H).T, o[..., H:])
         return rotation.unrotate(y, self.seed)

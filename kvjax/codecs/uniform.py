@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Shaped, UInt32
 
 from kvjax.codecs.base import as_scale, divide
 
@@ -44,7 +44,7 @@ def symmetric(
     return jnp.clip(jnp.round(divide(x, scale)), -top, top), scale
 
 
-def split_channels(x: Float[Array, "*lead T H"], group: int) -> Float[Array, "*lead T C G"]:
+def split_channels(x: Shaped[Array, "*lead T H"], group: int) -> Shaped[Array, "*lead T C G"]:
     """Groups of `group` channels of a token, on a last axis of their own."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
 

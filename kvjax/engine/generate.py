@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from kvjax.cache import cache_report
+from kvjax.cache import KVCache, cache_report
 from kvjax.config import CacheConfig, need
 from kvjax.engine import programs
 from kvjax.engine.sampling import Sampling, SamplingParams
@@ -64,8 +64,10 @@ class Engine:
         self.batch = batch
         self.max_model_len = max_model_len
         self.cache_config = CacheConfig() if cache_config is None else cache_config
-        ids = model.config.eos_token_ids if eos_ids is None else tuple(eos_ids)
-        self.eos = jnp.asarray(ids or (-1,), jnp.int32)
+        self.eos_ids = model.config.eos_token_ids if eos_ids is None else tuple(eos_ids)
+        # padded with an id that no token has, so that their number compiles nothing new
+        padded = [*self.eos_ids, *[-1] * (8 - len(self.eos_ids) % 8)]
+        self.eos = jnp.asarray(padded, jnp.int32)
         self.graphdef, self.state = nnx.split(model)
         top = max(PREFILL_BUCKETS[0], max_model_len)
         self.buckets = tuple(b for b in PREFILL_BUCKETS if b <= top)
@@ -79,30 +81,56 @@ class Engine:
     ) -> Generation:
         """Prefills the prompts and chooses each row's first token."""
         need(isinstance(max_tokens, int) and max_tokens > 0, "max_tokens", "an int > 0", max_tokens)
-        need(
-            0 < len(prompts) <= self.batch, "prompts", f"1 to {self.batch} rows", len(prompts)
-        )
+        self.check_prompts(prompts)
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        need(len(each) == len(prompts), "sampling", f"{len(prompts)} entries", len(each))
+        return Generation(self, [list(p) for p in prompts], max_tokens, each)
+
+    def check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError on prompts that do not fit these limits."""
+        need(0 < len(prompts) <= self.batch, "prompts", f"1 to {self.batch} rows", len(prompts))
         for i, prompt in enumerate(prompts):
             need(
                 0 < len(prompt) < self.max_model_len,
                 f"prompt {i}",
                 f"1 to {self.max_model_len - 1} tokens (max_model_len is {self.max_model_len})",
                 f"{len(prompt)} tokens",
-                "Raise max_model_len or shorten the prompt.",
+                "Raise max_model_len or shorten the prompt."
+                if self.max_model_len < self.model.config.max_position_embeddings
+                else "Shorten the prompt: this is the model's limit.",
             )
             bad = [t for t in prompt if not 0 <= t < self.model.config.vocab_size]
             need(not bad, f"prompt {i}", f"ids below {self.model.config.vocab_size}", bad[:5])
-        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
-        need(len(each) == len(prompts), "sampling", f"{len(prompts)} entries", len(each))
-        return Generation(self, [list(p) for p in prompts], max_tokens, each)
 
-    def warmup(self) -> float:
-        """Compiles every program of these limits; returns the seconds it took."""
+    def warmup(self, buckets: Iterable[int] | None = None) -> float:
+        """Compiles every program of these limits; returns the seconds it took.
+
+        buckets: lengths of prefill chunks to compile for; None for all. No layer runs: the calls
+        have no tokens and no steps.
+        """
         began = time.perf_counter()
-        for bucket in self.buckets:
-            length = max(1, min(bucket, self.max_model_len - 2))
-            self.start([[0] * length], max_tokens=2).step(1)
+        cache, logits = self.empty()
+        none = jnp.asarray(np.zeros((self.batch,), np.int32))
+        for size in sorted(set(self.buckets if buckets is None else buckets)):
+            tokens = jnp.asarray(np.zeros((self.batch, size), np.int32))
+            cache, logits = programs.prefill_chunk(
+                self.graphdef, self.state, cache, logits, tokens, none
+            )
+        sampling = Sampling.of([SamplingParams()] * self.batch)
+        rows = programs.first_token(logits, sampling, cache.length, none, self.eos)
+        _, rows, out, _ = programs.decode(
+            self.graphdef, self.state, cache, rows, sampling, self.eos, jnp.int32(0)
+        )
+        programs.stop_rows(rows, jnp.asarray(np.zeros((self.batch,), bool)))
+        jax.block_until_ready(out)
         return time.perf_counter() - began
+
+    def empty(self) -> tuple[KVCache, Array]:
+        """A cache without tokens, and the logits `[B, V]` that prefill writes over."""
+        cache = self.model.init_cache(
+            batch=self.batch, max_len=self.max_model_len, config=self.cache_config
+        )
+        return cache, jnp.zeros((self.batch, self.model.config.vocab_size), jnp.float32)
 
     def chunks(self, longest: int) -> list[int]:
         """Bucket lengths that cover a prompt: the largest as long as it fits, then the rest."""
@@ -133,10 +161,8 @@ class Generation:
         self.decode_seconds = 0.0
         self.decode_steps = 0
         began = time.perf_counter()
-        self.cache = engine.model.init_cache(
-            batch=engine.batch, max_len=engine.max_model_len, config=engine.cache_config
-        )
-        logits = self._prefill(prompts + [[]] * pad)
+        self.cache, logits = engine.empty()
+        logits = self._prefill(prompts + [[]] * pad, logits)
         self.rows = programs.first_token(
             logits, self.sampling, self.cache.length, jnp.asarray(budget, jnp.int32), engine.eos
         )
@@ -146,13 +172,15 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        return bool(np.asarray(self.rows.done).all())
+        return all(self.done_rows())
+
+    def done_rows(self) -> list[bool]:
+        """Which rows choose no more tokens."""
+        return np.asarray(self.rows.done)[: len(self.prompts)].tolist()
 
     def step(self, steps: int = programs.MAX_STEPS) -> list[list[int]]:
         """Runs up to `steps` decode steps; returns the tokens each row chose in them."""
-        need(
-            1 <= steps <= programs.MAX_STEPS, "steps", f"1 to {programs.MAX_STEPS}", steps
-        )
+        need(1 <= steps <= programs.MAX_STEPS, "steps", f"1 to {programs.MAX_STEPS}", steps)
         began = time.perf_counter()
         engine = self.engine
         self.cache, self.rows, out, ran = programs.decode(
@@ -171,9 +199,13 @@ class Generation:
             self.tokens[row].extend(chosen)
         return fresh
 
-    def stop(self, row: int) -> None:
-        """Ends a row for a reason that only the caller sees; it reports "stop"."""
+    def stop(self, row: int, *, keep: int | None = None) -> None:
+        """Ends a row for a reason that only the caller sees; it reports "stop".
+
+        keep: how many of its tokens belong to the answer; a call may have run past its end.
+        """
         self._halted[row] = True
+        del self.tokens[row][len(self.tokens[row]) if keep is None else keep :]
         which = np.zeros((self.engine.batch,), bool)
         which[row] = True
         self.rows = programs.stop_rows(self.rows, jnp.asarray(which))
@@ -195,9 +227,8 @@ class Generation:
         }
         return Generated(self.tokens, reasons, stats)
 
-    def _prefill(self, prompts: list[list[int]]) -> Array:
+    def _prefill(self, prompts: list[list[int]], logits: Array) -> Array:
         engine, at = self.engine, 0
-        logits = jnp.zeros((engine.batch, engine.model.config.vocab_size), jnp.float32)
         for size in engine.chunks(max(map(len, prompts))):
             parts = [p[at : at + size] for p in prompts]
             tokens = np.zeros((engine.batch, size), np.int32)
@@ -235,17 +266,15 @@ def generate(
     Raises ValueError on prompts that do not fit, and on what looks like padding without lengths.
     """
     prompts = _prompts(model, tokens, lengths, mask)
-    longest = max(map(len, prompts), default=0) + max_tokens
     if max_model_len is None:
-        limit = model.config.max_position_embeddings
-        max_model_len = min(limit, max(256, 1 << (longest - 1).bit_length()))
+        max_model_len = default_max_model_len(model, prompts, max_tokens)
     sampling = [
         SamplingParams(temperature, top_k, top_p, min_p, (seed + row) % 2**32)
         for row in range(len(prompts))
     ]
     engine = Engine(
         model,
-        batch=1 << max(0, len(prompts) - 1).bit_length(),
+        batch=next_power_of_two(len(prompts)),
         max_model_len=max_model_len,
         cache_config=cache_config,
         eos_ids=eos_ids,
@@ -256,11 +285,27 @@ def generate(
     return run.result()
 
 
+def default_max_model_len(
+    model: Transformer, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> int:
+    """The power of two, at least 512, that holds the longest prompt and its answer, within the
+    model's limit. Few sizes: each compiles once."""
+    longest = max(map(len, prompts), default=0) + max_tokens
+    return min(model.config.max_position_embeddings, max(512, next_power_of_two(longest)))
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n (and 1)."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 def _prompts(model: Transformer, tokens: Any, lengths: Any, mask: Any) -> list[list[int]]:
     if isinstance(tokens, (list, tuple)) and tokens and not np.isscalar(tokens[0]):
         ragged = len({len(row) for row in tokens}) > 1
         if ragged or (lengths is None and mask is None):
-            need(lengths is None and mask is None, "lengths, mask", "None with ragged rows", "given")
+            need(
+                lengths is None and mask is None, "lengths, mask", "None with ragged rows", "given"
+            )
             return [[int(t) for t in row] for row in tokens]
     array = np.asarray(jax.device_get(tokens))
     need(

@@ -105,5 +105,5 @@ def stop_rows(rows: Rows, which: Bool[Array, "B"]) -> Rows:
 def _choose(rows: Rows, logits: Array, sampling: Sampling, length: Array, eos: Array) -> Rows:
     token = jnp.where(rows.done, rows.token, sample(logits, sampling, length))
     budget = jnp.where(rows.done, rows.budget, rows.budget - 1)
-    ended = ~rows.done & jnp.any(token[:, None] == eos, axis=1)
+    ended = ~rows.done & jnp.any(token[:, None] == eos[None], axis=1)
     return Rows(token, rows.done | ended | (budget <= 0), budget, rows.stopped | ended)

@@ -18,18 +18,23 @@ from kvjax.layers.rope import apply_rope
 
 
 class Attend(Protocol):
-    """Attention of a chunk's queries to what they may see; the cache or a plain chunk gives it."""
+    """Attention of a chunk's queries to what they may see; the cache or a plain chunk gives it.
+
+    plain: the keys before RoPE. Returns the output and the keys that a cache is to store.
+    """
 
     def __call__(
         self,
         q: Float[Array, "B T K G H"],
         k: Float[Array, "B T K H"],
         v: Float[Array, "B T K H"],
-    ) -> Float[Array, "B T K G H"]: ...
+        *,
+        plain: Float[Array, "B T K H"],
+    ) -> tuple[Float[Array, "B T K G H"], Float[Array, "B T K H"]]: ...
 
 
 class Attention(nnx.Module):
-    """Projections around an `Attend`; returns the chunk's keys and values too, for the cache."""
+    """Projections around an `Attend`; returns the keys and values to store in a cache too."""
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
@@ -49,7 +54,8 @@ class Attention(nnx.Module):
         B, T, _ = x.shape
         N, K, H = self.shape
         q = apply_rope(self.q_proj(x).reshape(B, T, N, H), *rope)
-        k = apply_rope(self.k_proj(x).reshape(B, T, K, H), *rope)
+        plain = self.k_proj(x).reshape(B, T, K, H)
         v = self.v_proj(x).reshape(B, T, K, H)
-        out = attend(q.reshape(B, T, K, N // K, H), k, v)
-        return self.o_proj(out.reshape(B, T, N * H)), k, v
+        q = q.reshape(B, T, K, N // K, H)
+        out, stored = attend(q, apply_rope(plain, *rope), v, plain=plain)
+        return self.o_proj(out.reshape(B, T, N * H)), stored, v

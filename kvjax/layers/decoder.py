@@ -61,7 +61,7 @@ class LayerStack(nnx.Module):
         if form == "unrolled":
             self.layers = nnx.List([layer(rngs) for _ in range(config.num_layers)])
         else:
-            self.stack = nnx.vmap(layer)(rngs.fork(split=config.num_layers))
+            self.stack = nnx.vmap(layer)(rngs.split(config.num_layers))
 
     def __call__(
         self,

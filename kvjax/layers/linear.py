@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from kvjax.layers.norm import over_last
+
 
 class Linear(nnx.Module):
     """y = x W + b, W `[in, out]` from a normal distribution of deviation `std`."""
@@ -27,4 +29,4 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*lead d_in"]) -> Float[Array, "*lead d_out"]:
         y = x @ self.kernel[...]
-        return y if self.bias is None else y + self.bias[...]
+        return y if self.bias is None else y + over_last(self.bias[...], y)

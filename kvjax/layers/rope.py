@@ -27,7 +27,7 @@ def rope_tables(
     if rope.type == "dynamic":
         inv_freq = _dynamic(rope, head_dim, seq_lengths)[:, None, :]  # B 1 half
     else:
-        inv_freq = jnp.asarray(inverse_frequencies(rope, head_dim), jnp.float32)
+        inv_freq = jnp.asarray(inverse_frequencies(rope, head_dim), jnp.float32)[None, None]
     angles = positions[..., None].astype(jnp.float32) * inv_freq
     factor = attention_factor(rope)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
@@ -81,7 +81,7 @@ def _dynamic(rope: RopeConfig, head_dim: int, seq_lengths: Array) -> Array:
     growth = rope.factor * length / trained - (rope.factor - 1)
     base = rope.theta * growth ** (head_dim / (head_dim - 2))
     exponent = jnp.asarray(np.arange(0, head_dim, 2) / head_dim, jnp.float32)
-    return base[:, None] ** -exponent
+    return base[:, None] ** -exponent[None]
 
 
 def _llama3(rope: RopeConfig, freq: np.ndarray) -> np.ndarray:

@@ -30,7 +30,7 @@ def causal_partial(
     whatever they hold, and their own output is that of no particular key.
     """
     B, T, K, G, H = q.shape
-    real = jnp.arange(T) < lengths[:, None]
+    real = jnp.arange(T)[None] < lengths[:, None]
     q = jnp.moveaxis(q, 1, 3)  # B K G T H
     k = jnp.moveaxis(k, 1, 2)  # B K T H
     v = jnp.where(real[:, None, :, None], jnp.moveaxis(v, 1, 2), 0)  # B K T R
@@ -65,7 +65,7 @@ def causal_partial(
 
 def _block(q, k, v, at, to, real, scale) -> Partial:
     B, K, G, T, H = q.shape
-    mask = (to <= at[:, None]) & real[:, None, None, :]  # B 1 T S
+    mask = (to[None] <= at[:, None])[None, None] & real[:, None, None, :]  # B 1 T S
     mask = jnp.broadcast_to(mask[:, :, None], (B, 1, G, *mask.shape[2:]))
     mask = mask.reshape(B, 1, G * T, -1)
     q = q.reshape(B, K, G * T, H)

@@ -27,41 +27,40 @@ def paged_partial(
     table: Int[Array, "B M"],
     used: Int[Array, "B"],
     *,
-    decode_k: Callable[[Any], Array],
-    decode_v: Callable[[Any], Array],
-    out_dim: int,
+    decode_k: Callable[[Any, Array], Array],
+    decode_v: Callable[[Any, Array], Array],
     page_size: int,
     scale: float,
     tile_tokens: int = 128,
 ) -> Partial:
-    """Attention of every query to the first `used[b]` pages of its row; `acc [B, K, Q, out_dim]`.
+    """Attention of every query to the first `used[b]` pages of its row; `acc [B, K, Q, R]`.
 
     k_pages, v_pages: pytrees of arrays `[P, K, ...]`. decode_k turns gathered codes `[B, n, K, ...]`
-    into `[B, n, K, H, S]`, decode_v into `[B, n, K, S, out_dim]`. Page 0 of the pool is the null
+    and the numbers of their tokens among the row's paged tokens `[n S]` into `[B, n, K, H, S]`,
+    decode_v into `[B, n, K, S, R]`. Page 0 of the pool is the null
     page: all zeros, read in place of any page past `used`, so whatever unused pages hold is never
     touched.
     """
     B, K, Q, _ = q.shape
     tile = max(1, min(tile_tokens // page_size, table.shape[1]))
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % tile)))
-    table = jnp.where(jnp.arange(table.shape[1]) < used[:, None], table, 0)
+    table = jnp.where(jnp.arange(table.shape[1])[None] < used[:, None], table, 0)
 
     def body(i, part):
+        k_t, v, tokens = load(i)
+        seen = (tokens[None] < used[:, None] * page_size)[:, None, None, :]
+        return merge(part, attend_tile(q, k_t, v, seen, scale=scale))
+
+    def load(i):
         ids = jax.lax.dynamic_slice_in_dim(table, i * tile, tile, axis=1)  # B n
-        k_t = jnp.moveaxis(decode_k(_gather(k_pages, ids)), 1, 3)  # B K H n S
-        v = jnp.moveaxis(decode_v(_gather(v_pages, ids)), 1, 2)  # B K n S R
-        token = i * tile * page_size + jnp.arange(tile * page_size)
-        seen = token < used[:, None] * page_size
-        new = attend_tile(
-            q,
-            k_t.reshape(*k_t.shape[:3], -1),
-            v.reshape(B, K, -1, out_dim),
-            seen[:, None, None, :],
-            scale=scale,
-        )
-        return merge(part, new)
+        tokens = i * tile * page_size + jnp.arange(tile * page_size)
+        k_t = jnp.moveaxis(decode_k(_gather(k_pages, ids), tokens), 1, 3)  # B K H n S
+        v = jnp.moveaxis(decode_v(_gather(v_pages, ids), tokens), 1, 2)  # B K n S R
+        v = v.reshape(B, K, tile * page_size, v.shape[-1])
+        return k_t.reshape(B, K, k_t.shape[2], tile * page_size), v, tokens
 
     shape = (B, K, Q)
+    out_dim = jax.eval_shape(load, 0)[1].shape[-1]
     empty = Partial(jnp.zeros((*shape, out_dim)), jnp.full(shape, MASKED), jnp.zeros(shape))
     tiles = (jnp.max(used) + tile - 1) // tile
     return jax.lax.fori_loop(0, tiles, body, empty)

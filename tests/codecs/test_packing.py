@@ -32,10 +32,10 @@ def test_three_bits_are_a_two_bit_plane_then_a_one_bit_plane():
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_every_width_is_exact_and_dense(bits):
-    for head_dim in (8, 40, 256):
+    for head_dim in (8, 40):
         rng = np.random.RandomState(head_dim)
         codes = rng.randint(0, 2**bits, (32, head_dim)).astype(np.uint32)
-        packed = packing.pack(codes, bits)
+        packed = packing.pack(jnp.asarray(codes), bits)
         assert packed.dtype == jnp.uint32
         assert packed.shape == (bits, head_dim)  # 32 * bits / 32 rows
         np.testing.assert_array_equal(packing.unpack(packed, bits), codes)

@@ -1,5 +1,6 @@
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,10 +42,14 @@ def test_both_roles_read_the_same_entries():
         round_trip(key, params, x), round_trip(value, params, x), rtol=1e-4, atol=1e-5
     )
     q = normal(2, 3, 32)
-    read = value.decode(value.encode(x, params), params, "float32")
-    scores = jnp.einsum("kgr,ktr->kgt", value.prepare_query(q, params), read)
-    direct = jnp.einsum("kgh,kth->kgt", q, round_trip(key, params, x))
-    np.testing.assert_allclose(scores, direct, rtol=1e-4, atol=1e-4)
+
+    @jax.jit
+    def scores(x, q):
+        read = value.decode(value.encode(jnp.asarray(x), params), params, "float32")
+        return jnp.einsum("kgr,ktr->kgt", value.prepare_query(q, params), read)
+
+    direct = q @ np.swapaxes(round_trip(key, params, x), -1, -2)
+    np.testing.assert_allclose(scores(x, q), direct, rtol=1e-4, atol=1e-4)
 
 
 def test_beats_plain_quantisers_where_the_spectrum_falls():

@@ -1,5 +1,8 @@
 """The sketch's constants, https://arxiv.org/abs/2406.03482."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,15 +14,19 @@ from kvjax.codecs import rotation, sketch
 H, DRAWS = 64, 2000
 
 
-def estimates(kind, rho, rows=H):
+@functools.cache
+def draws(kind):
+    make = {"gaussian": rotation.gaussian, "orthogonal": rotation.haar}[kind].__wrapped__
+    return np.stack([make(H, H, seed) for seed in range(DRAWS)])
+
+
+def estimates(kind, rho):
     """<q, k> of unit vectors at cosine rho, one estimate per draw of S."""
     rng = np.random.RandomState(0)
     k, e = np.linalg.qr(rng.standard_normal((H, 2)))[0].T
     q = rho * k + np.sqrt(1 - rho**2) * e
-    make = {"gaussian": rotation.gaussian, "orthogonal": rotation.haar}[kind].__wrapped__
-    constant = sketch.sketch_constant(kind, H, rows)
-    draws = (make(H, rows, seed) for seed in range(DRAWS))
-    return np.array([constant * (s @ q) @ np.where(s @ k > 0, 1, -1) for s in draws])
+    signs = np.where(draws(kind) @ k > 0, 1, -1)
+    return sketch.sketch_constant(kind, H, H) * np.sum((draws(kind) @ q) * signs, -1)
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.5, 0.9])
@@ -40,9 +47,10 @@ def test_constant_of_orthonormal_rows():
     assert sketch.sketch_constant("gaussian", 64, 128) == pytest.approx(np.sqrt(np.pi / 2) / 128)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def scores(codec, params, q, k):
-    read = codec.decode(codec.encode(k, params), params, "float32")
-    return np.asarray(jnp.einsum("kgr,ktr->kgt", codec.prepare_query(q, params), read))
+    read = codec.decode(codec.encode(jnp.asarray(k), params), params, "float32")
+    return jnp.einsum("kgr,ktr->kgt", codec.prepare_query(q, params), read)
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "orthogonal"])
@@ -50,14 +58,14 @@ def test_more_rows_less_error_and_scale_invariance(kind):
     q, k = normal(2, 4, H), normal(2, 32, H, seed=1)
     exact = np.einsum("kgh,kth->kgt", q, k)
     errors = []
-    for rows in (64, 256, 2048):
+    for rows in (64, 256, 1024):
         codec = codecs.QjlKey(rows=rows, outlier_rows=rows, sketch=kind)
         params = codec.init_params(num_kv_heads=2, head_dim=H)
         got = scores(codec, params, q, k)
-        errors.append(np.mean((got - exact) ** 2) / np.mean(exact**2))
+        errors.append(float(jnp.mean((got - exact) ** 2)) / np.mean(exact**2))
         np.testing.assert_allclose(scores(codec, params, q, 4 * k), 4 * got, rtol=1e-4)
     assert errors[0] > 2 * errors[1] > 4 * errors[2]
-    assert errors[2] < 0.06
+    assert errors[2] < 0.1
 
 
 def test_outliers_have_a_sketch_of_their_own():

@@ -1,16 +1,16 @@
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from codec_data import normal
 
 from kvjax.codecs import rotation
-
-from codec_data import normal
 
 HEAD_DIMS = (8, 32, 40, 64, 80, 96, 112, 128, 192, 256)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_rotation_keeps_inner_products_and_undoes(head_dim):
-    q, k = normal(4, head_dim), normal(4, head_dim, seed=1)
+    q, k = jnp.asarray(normal(4, head_dim)), jnp.asarray(normal(4, head_dim, seed=1))
     got = np.sum(np.asarray(rotation.rotate(q)) * np.asarray(rotation.rotate(k)), -1)
     np.testing.assert_allclose(got, np.sum(q * k, -1), atol=1e-5 * head_dim)
     np.testing.assert_allclose(rotation.unrotate(rotation.rotate(q)), q, atol=1e-5)

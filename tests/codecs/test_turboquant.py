@@ -61,7 +61,7 @@ def over_rotations(make, n=200):
 
 
 def read(codec, x):
-    return codec.finish_output(codec.decode(codec.encode(x, {}), {}, "float32"), {})
+    return codec.finish_output(codec.decode(codec.encode(jnp.asarray(x), {}), {}, "float32"), {})
 
 
 def test_scores_are_unbiased_over_rotations():
@@ -127,7 +127,7 @@ def test_a_scale_that_would_overflow_float16_is_clipped():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="scale: expected one of .*got 'eden'"):
+    with pytest.raises(ValueError, match=r"scale: expected one of .*got 'eden'"):
         codecs.get("turboquant4", scale="eden")
     with pytest.raises(ValueError, match="bits: expected 1 to 8, got 9"):
         codecs.get("turboquant4", bits=9)
@@ -138,6 +138,6 @@ def test_refusals():
 
 
 def test_hashable_and_static_under_jit():
-    encode = jax.jit(lambda c, x: c.encode(x, {})["scale"], static_argnums=0)
+    encode = jax.jit(lambda c, x: c.encode(jnp.asarray(x), {})["scale"], static_argnums=0)
     assert encode(codecs.TurboQuant(2), unit(32)).shape == (1, 32)
     assert hash(codecs.TurboQuant(2)) == hash(codecs.get("turboquant2"))

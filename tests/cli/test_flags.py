@@ -1,0 +1,130 @@
+"""Every option of generation is shown to change something (case 13)."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def plain(request):
+    """The record of the prompt "hello" with no option, made once."""
+    made = {}
+
+    def get(ask):
+        if not made:
+            (made["record"],) = ask("hello")
+        return made["record"]
+
+    return get
+
+
+def test_max_tokens_bounds_the_answer(ask, plain):
+    record = plain(ask)
+    assert record["new_tokens"] == 12
+    assert record["finish_reason"] == "length"
+    (short,) = ask("hello", "--max-tokens", "3")
+    assert short["new_tokens"] == 3
+    assert record["text"].startswith(short["text"].rstrip("�"))
+
+
+def test_greedy_is_reproducible(ask, plain):
+    assert ask("hello")[0]["text"] == plain(ask)["text"]
+
+
+def test_temperature_and_seed_change_the_text(ask, plain):
+    texts = [ask("hello", "--temperature", "5", "--seed", s)[0]["text"] for s in ("1", "2", "1")]
+    assert texts[0] == texts[2]
+    assert len({plain(ask)["text"], *texts}) == 3
+
+
+@pytest.mark.parametrize("option", [("--top-k", "1"), ("--top-p", "1e-6"), ("--min-p", "1")])
+def test_sampling_limits_hold_hot_text_to_the_likeliest(ask, plain, option):
+    (record,) = ask("hello", "--temperature", "5", *option)
+    assert record["text"] == plain(ask)["text"]
+
+
+def test_stop_ends_before_its_text(ask, plain):
+    text = plain(ask)["text"]
+    stop = text[4:7]
+    (record,) = ask("hello", "--stop", "never there", "--stop", stop)
+    assert record["text"] == text[: text.index(stop)]
+    assert record["finish_reason"] == "stop"
+    assert record["new_tokens"] < 12
+
+
+def test_stop_may_be_a_special_token(cli, folder, ask):
+    (record,) = ask("hello", "--stop", "<pad>")
+    assert record["finish_reason"] in ("stop", "length")
+    from argparse import Namespace  # its id ends a row, since it has no text
+
+    from kvjax.checkpoints import Tokenizer
+    from kvjax.cli.generate import _eos_ids
+    from kvjax.config import ModelConfig
+
+    model = Namespace(config=ModelConfig(256, 8, 8, 1, 1, 1, 8, eos_token_ids=(2,)))
+    session = Namespace(tokenizer=Tokenizer.from_folder(folder), model=model)
+    assert _eos_ids(session, ["<pad>", "a"]) == [2, 0]
+
+
+def test_system_message_joins_the_prompt(ask, plain):
+    (record,) = ask("hello", "--system", "Be short.")
+    assert record["prompt_tokens"] == plain(ask)["prompt_tokens"] + len("system: Be short.\n")
+
+
+def test_raw_leaves_the_template_out(ask, plain):
+    (record,) = ask("hello", "--raw")
+    assert record["prompt_tokens"] == len("hello")
+    assert record["text"] != plain(ask)["text"]
+
+
+def test_max_model_len_sizes_the_cache_and_ends_the_text(ask, plain):
+    prompt = plain(ask)["prompt_tokens"]
+    (record,) = ask("hello", "--max-model-len", str(prompt + 5))
+    assert record["cache"]["max_len"] == prompt + 5
+    assert record["cache"]["total_bytes"] < plain(ask)["cache"]["total_bytes"]
+    assert (record["new_tokens"], record["finish_reason"]) == (5, "length")
+    assert plain(ask)["cache"]["max_len"] == 512
+
+
+def test_dtype_halves_the_cache(ask, plain):
+    (record,) = ask("hello", "--dtype", "bfloat16")
+    assert (plain(ask)["dtype"], record["dtype"]) == ("float32", "bfloat16")
+    parts, full = record["cache"]["bytes"], plain(ask)["cache"]["bytes"]
+    assert 2 * (parts["pages"] + parts["exact"]) == full["pages"] + full["exact"]
+
+
+def test_kv_cache_dtype_reaches_the_cache(ask, plain):
+    (record,) = ask("hello", "--kv-cache-dtype", "int8")
+    (codecs,) = record["cache"]["codecs"]
+    assert codecs["k"].startswith("int8")
+    assert codecs["v"].startswith("int8")
+    assert record["cache"]["bytes"]["pages"] < plain(ask)["cache"]["bytes"]["pages"]
+    (raw,) = plain(ask)["cache"]["codecs"]
+    assert (raw["k"], raw["v"]) == ("raw", "raw")
+
+
+def test_page_size_reaches_the_cache(ask, plain):
+    (record,) = ask("hello", "--page-size", "16")
+    assert record["cache"]["codecs"][0]["page_size"] == 16
+    assert plain(ask)["cache"]["codecs"][0]["page_size"] == 128
+    assert record["text"] == plain(ask)["text"]
+
+
+def test_report_prints_bytes_by_part(cli):
+    done = cli("--report", "--max-tokens", "2", "hello")
+    assert "pages" in done.err
+    assert "pages" not in cli("--max-tokens", "2", "hello").err
+
+
+def test_prompt_file_and_stdin(ask, plain, tmp_path, monkeypatch):
+    path = tmp_path / "prompt.txt"
+    path.write_text("hello\n")
+    (from_file,) = ask("--prompt-file", str(path))
+    assert from_file["prompt"] == "hello"
+    for words in ((), ("--prompt-file", "-")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
+        (record,) = ask(*words)
+        assert record["text"] == plain(ask)["text"]
