@@ -54,6 +54,12 @@ class RopeConfig:
     mscale_all_dim: float | None = None  # yarn, DeepSeek
     truncate: bool = True  # yarn: round the correction range to whole dimensions
 
+    @property
+    def trained_length(self) -> int:
+        """original_max_position_embeddings, which some types need; checked when built."""
+        assert self.original_max_position_embeddings is not None
+        return self.original_max_position_embeddings
+
     def __post_init__(self):
         need(
             self.type in ROPE_TYPES,
@@ -123,9 +129,7 @@ class ModelConfig:
             f"a divisor of num_heads={self.num_heads}",
             self.num_kv_heads,
         )
-        need(
-            self.head_dim % 2 == 0, "head_dim", "an even number (RoPE turns pairs)", self.head_dim
-        )
+        need(self.head_dim % 2 == 0, "head_dim", "an even number (RoPE turns pairs)", self.head_dim)
         need(
             self.hidden_act in ACTIVATIONS,
             "hidden_act",
@@ -243,6 +247,7 @@ class CacheConfig:
         for part in (self.layers or "").split(",") if self.layers else []:
             match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?:(\S+)\s*", part)
             need(match is not None, "layers", "FIRST-LAST:CODEC[+CODEC], ...", part)
+            assert match is not None
             first, last = int(match[1]), int(match[2] or match[1])
             need(first <= last, "layers", "ranges from the first to the last layer", part)
             rules.append((first, last, *_split_names(match[3], "layers")))

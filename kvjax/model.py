@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import KVCache
 from kvjax.cache import init_cache as _init_cache
+from kvjax.calibration import for_cache
 from kvjax.config import DTYPES, CacheConfig, ModelConfig, need
 from kvjax.layers.decoder import Form, LayerAttend, LayerStack
 from kvjax.layers.linear import Linear
@@ -70,8 +71,7 @@ class Transformer(nnx.Module):
 
         lengths [B]: how many tokens of each row are real, the rest being padding on the right.
         mask [B, T]: the same for padding on either side, True for real tokens, which must be
-        contiguous; not with a cache that already holds tokens of left-padded rows of other calls:
-        positions count real tokens only. Logits at padding are meaningless.
+        contiguous. Positions count real tokens only. Logits at padding are meaningless.
 
         Compiled once per shape. Inside your own `jit` it is inlined; donate the cache there.
         Raises ValueError on token ids, lengths, masks or a cache that do not fit.
@@ -80,13 +80,21 @@ class Transformer(nnx.Module):
         graphdef, state = nnx.split(self)
         return _forward(graphdef, state, tokens, cache, lengths, shift)
 
-    def init_cache(
-        self, *, batch: int, max_len: int, config: CacheConfig | None = None
-    ) -> KVCache:
-        """An empty cache for `batch` rows of up to `max_len` tokens."""
+    def init_cache(self, *, batch: int, max_len: int, config: CacheConfig | None = None) -> KVCache:
+        """An empty cache for `batch` rows of up to `max_len` tokens.
+
+        Raises ValueError on codecs that do not fit the model or need a calibration that is not
+        given (`CacheConfig.calibration`); warns with `LowBitKeysWarning` where keys have too few
+        bits.
+        """
         config = CacheConfig() if config is None else config
         return _init_cache(
-            self.config, batch=batch, max_len=max_len, config=config, dtype=self.dtype
+            self.config,
+            batch=batch,
+            max_len=max_len,
+            config=config,
+            dtype=self.dtype,
+            calibration=for_cache(self, config),
         )
 
     # -- the parts, for loops that need only some logits -----------------------------------------
@@ -125,7 +133,9 @@ class Transformer(nnx.Module):
             out, (k, v) = self.stack(x, rope, self._attend(cache, lengths))
             return out, k, v
 
-        skipped = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, cache))
+        c = self.config
+        fresh = jnp.zeros((c.num_layers, *x.shape[:2], c.num_kv_heads, c.head_dim), x.dtype)
+        skipped = (jnp.zeros_like(x), fresh, fresh)
         return jax.lax.cond(jnp.any(lengths > 0), run, lambda cache: skipped, cache)
 
     def logits(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead V"]:
@@ -147,14 +157,9 @@ class Transformer(nnx.Module):
 
             return lambda layer: whole
 
-        total = cache.length + lengths
-
-        def rope(positions):
-            return rope_tables(config.rope, config.head_dim, positions, total)
-
         def of_layer(layer):
             def attend(q, k, v, *, plain):
-                out = cache.attend(layer, q, k, v, new=lengths, scale=scale, rope=rope)
+                out = cache.attend(layer, q, k, v, new=lengths, scale=scale, rope=config.rope)
                 return out, cache.stored_keys(layer, k, plain)
 
             return attend
@@ -209,10 +214,10 @@ def _check_inputs(config: ModelConfig, tokens, cache, lengths, mask):
         B,
     )
     need(lengths is None or mask is None, "lengths, mask", "one of the two", "both")
-    shift = None
+    shift: Array | None = None
     if mask is not None:
-        lengths, shift = padding(mask, (B, T))
-        shift = jnp.asarray(shift)
+        lengths, left = padding(mask, (B, T))
+        shift = jnp.asarray(left)
     lengths = jnp.full((B,), T, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     need(lengths.shape == (B,), "lengths", f"shape ({B},)", lengths.shape)
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tokens, lengths, cache))):

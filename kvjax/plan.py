@@ -3,7 +3,8 @@
 Per group of layers with the same codecs, with n layers, B rows, K KV heads of dim H, E exact slots
 and M sealed pages a row:
 
-    pages        (1 + n B M) (bytes of a key page + bytes of a value page)
+    codes        (1 + n B M) (bytes of a key page + bytes of a value page), without
+    scales       what travels with them, likewise
     exact        2 n B K H E itemsize,       E = sinks + recent + page_size
     calibration  the codecs' calibrated arrays
     tables       4 n B M + 4 B
@@ -14,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvjax.cache.kv_cache import group_specs
+from kvjax.cache.report import PARTS, split_bytes
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codec, code_bytes
 from kvjax.config import CacheConfig, ModelConfig
@@ -23,12 +25,15 @@ def cache_bytes(
     model: ModelConfig, *, batch: int, max_len: int, config: CacheConfig, dtype: Any
 ) -> dict[str, int]:
     """Bytes by part of the cache that `init_cache` would make; same keys as `cache_report`."""
-    parts = {"pages": 0, "exact": 0, "calibration": 0, "tables": 4 * batch}
+    parts = dict.fromkeys(PARTS, 0) | {"tables": 4 * batch}
     for spec in group_specs(model, max_len=max_len, config=config, dtype=dtype):
         n, M = len(spec.layers), spec.pages_per_row
         K, H = spec.num_kv_heads, spec.head_dim
         pool = 1 + n * batch * M if M else 0
-        parts["pages"] += pool * (_page(spec, spec.k_codec) + _page(spec, spec.v_codec))
+        for codec in (spec.k_codec, spec.v_codec):
+            code, side = _page(spec, codec)
+            parts["codes"] += pool * code
+            parts["scales"] += pool * side
         parts["exact"] += 2 * n * batch * K * H * spec.exact_slots * spec.dtype.itemsize
         parts["tables"] += 4 * n * batch * M
         for codec in (spec.k_codec, spec.v_codec):
@@ -36,11 +41,11 @@ def cache_bytes(
     return parts
 
 
-def _page(spec: GroupSpec, codec: Codec) -> int:
+def _page(spec: GroupSpec, codec: Codec) -> tuple[int, int]:
     shapes = codec.code_shapes(
         tokens=spec.page_size,
         head_dim=spec.head_dim,
         num_kv_heads=spec.num_kv_heads,
         dtype=spec.dtype,
     )
-    return code_bytes(shapes)
+    return split_bytes(shapes)

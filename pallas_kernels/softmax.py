@@ -28,7 +28,7 @@ def attend_tile(
     q: Float[Array, "*lead T H"],
     k_t: Float[Array, "*lead H S"],
     v: Float[Array, "*lead S R"],
-    mask: Bool[Array, "..."],
+    mask: Bool[Array, ...],
     *,
     scale: float,
 ) -> Partial:

@@ -10,7 +10,9 @@ from pathlib import Path
 if importlib.metadata.version("jax").startswith("0.10."):
     # XLA's older CPU emitters compile these small programs in half the time; the flag was removed
     # in later releases, where an unknown flag aborts the process.
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+    )
 
 import jax
 import numpy as np

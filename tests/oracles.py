@@ -61,14 +61,18 @@ def close(a, b, tolerance: float) -> None:
     assert worst <= tolerance, f"largest difference {worst:.3g} of the deviation > {tolerance:.3g}"
 
 
-def chunking(model, config, *, length: int = 150, batch: int = 2) -> None:
-    """1. Any split of the same keys and values gives the same state, bit for bit."""
+def chunking(model, config, *, length: int = 150, batch: int = 2, splits=None) -> None:
+    """1. Any split of the same keys and values gives the same state, bit for bit.
+
+    splits: the ways to cut them; each length of a call compiles once.
+    """
     k, v = unlike_kv(model, batch, length)
     states = []
     append = jax.jit(lambda c, k, v, n: c.append(k, v, new=n))
-    for splits in ([length], [1] * length, splits_of(length, 37, 13), splits_of(length, 64, 64)):
+    usual = ([length], [1] * length, splits_of(length, 37, 13), splits_of(length, 64, 64))
+    for split in usual if splits is None else splits:
         cache, at = model.init_cache(batch=batch, max_len=length, config=config), 0
-        for n in splits:
+        for n in split:
             new = jnp.full((batch,), n, jnp.int32)
             cache = append(cache, k[:, :, at : at + n], v[:, :, at : at + n], new)
             at += n
@@ -77,8 +81,11 @@ def chunking(model, config, *, length: int = 150, batch: int = 2) -> None:
         assert_same_tree(states[0], other)
 
 
-def batching(model, config, *, tolerance: float = 1e-5) -> None:
-    """2. A row in a batch equals the row alone, padded left or right, whatever its neighbours."""
+def batching(model, config, *, tolerance: float = 1e-5, pad_alone: int = 0) -> None:
+    """2. A row in a batch equals the row alone, padded left or right, whatever its neighbours.
+
+    pad_alone: pads the row alone on the right up to this length, so that rows share a program.
+    """
     lengths, T = [5, 90, 41], 90
     rows = [tokens_for(model, 1, n, seed=n)[0] for n in lengths]
     steps = tokens_for(model, 3, 3, seed=9)
@@ -95,11 +102,12 @@ def batching(model, config, *, tolerance: float = 1e-5) -> None:
         together.append((np.asarray(prefill), decoded))
     for b, row in enumerate(rows):
         cache = model.init_cache(batch=1, max_len=T + 3, config=config)
-        alone, cache = model(row[None], cache)
+        padded = np.pad(row, (0, max(0, pad_alone - len(row))))[None]
+        alone, cache = model(padded, cache, lengths=[len(row)])
         decoded, _ = feed(model, cache, steps[b : b + 1], [1, 1, 1])
         n = len(row)
-        close(together[0][0][b, :n], alone[0], tolerance)
-        close(together[1][0][b, T - n :], alone[0], tolerance)
+        close(together[0][0][b, :n], alone[0, :n], tolerance)
+        close(together[1][0][b, T - n :], alone[0, :n], tolerance)
         for _, batch_decoded in together:
             close(batch_decoded[b], decoded[0], tolerance)
 
@@ -116,12 +124,12 @@ def cached_equals_full(model, config, *, tolerance: float, length: int = 150) ->
         close(logits, full, tolerance)
 
 
-def paths(model, config, *, length: int = 150) -> None:
+def paths(model, config, *, length: int = 150, batch: int = 2, splits=None) -> None:
     """4. Cold equals restored, compacted and shared: where a page lies changes nothing."""
-    tokens, more = tokens_for(model, 2, length), tokens_for(model, 2, 4, seed=1)
+    tokens, more = tokens_for(model, batch, length), tokens_for(model, batch, 4, seed=1)
     tokens[1] = tokens[0]
-    cache = model.init_cache(batch=2, max_len=length + 4, config=config)
-    _, cache = feed(model, cache, tokens, splits_of(length, 70, 16))
+    cache = model.init_cache(batch=batch, max_len=length + 4, config=config)
+    _, cache = feed(model, cache, tokens, splits or splits_of(length, 70, 16))
     cold, _ = feed(model, cache, more, [1] * 4)
     restored = jax.tree.map(lambda x: jnp.asarray(np.array(x)), cache)
     for other in (restored, moved_pages(cache), shared_prefix(cache)):
@@ -184,20 +192,22 @@ def poisoned(cache):
     return dataclasses.replace(cache, groups=tuple(fill(g) for g in cache.groups))
 
 
-def poison_changes_nothing(model, config, *, length: int = 100) -> None:
-    """5. NaN in every unused slot, page and scale changes nothing."""
-    tokens = tokens_for(model, 3, length + 60)
-    lengths = np.asarray([length, 3, 60])
-    clean = model.init_cache(batch=3, max_len=length + 60, config=config)
+def poison_changes_nothing(model, config, *, length: int = 100, more: int = 40) -> None:
+    """5. NaN in every unused slot, page and scale changes nothing.
+
+    length: tokens of the first call, of which rows use all, 3 and 60; more: of the second.
+    """
+    tokens = tokens_for(model, 3, length + more + 20)
+    clean = model.init_cache(batch=3, max_len=length + more + 20, config=config)
     dirty = poisoned(clean)
-    for call, n in ((tokens[:, :length], lengths), (tokens[:, length : length + 40], None)):
+    first, second = tokens[:, :length], tokens[:, length : length + more]
+    for call, n in ((first, [length, 3, 60]), (second, [more] * 3)):
         a, clean = model(call, clean, lengths=n)
         b, dirty = model(call, dirty, lengths=n)
-        real = np.arange(call.shape[1]) < (lengths if n is not None else [40] * 3)[:, None] \
-            if n is not None else np.ones(call.shape, bool)
+        real = np.arange(call.shape[1]) < np.asarray(n)[:, None]
         assert np.array_equal(np.asarray(a)[real], np.asarray(b)[real])
         dirty = poisoned(dirty)
-    for t in range(length + 40, length + 60):
+    for t in range(length + more, length + more + 20):
         a, clean = model(tokens[:, t : t + 1], clean)
         b, dirty = model(tokens[:, t : t + 1], dirty)
         assert np.array_equal(np.asarray(a), np.asarray(b))

@@ -24,6 +24,7 @@ def golden(request, goldens):
     return data, model
 
 
+@pytest.mark.quick
 def test_full_forward(golden):
     data, model = golden
     assert data.error(model(data.ids)[0]) < 1e-4
@@ -60,6 +61,7 @@ def test_padded(golden, side):
             assert error < 1e-4
 
 
+@pytest.mark.quick
 def test_both_forms_are_the_same_model(goldens):
     data = goldens("llama")
     a, _ = kvjax.load(data.path, form="stacked")
@@ -67,6 +69,7 @@ def test_both_forms_are_the_same_model(goldens):
     np.testing.assert_allclose(a(data.ids)[0], b(data.ids)[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.quick
 def test_long_prompts_go_blockwise(tiny):
     """Past one block of 512 the result and its gradient are those of dense attention."""
     from pallas_kernels.flash_attention import causal_partial
@@ -129,6 +132,7 @@ def test_half_precision_is_close(goldens, dtype):
     assert data.error(logits) < 0.1
 
 
+@pytest.mark.quick
 def test_refuses_what_does_not_fit(tiny):
     model = tiny()
     cache = model.init_cache(batch=2, max_len=10)

@@ -1,6 +1,13 @@
 """The KV cache: a pool of pages and tables that point into it, and the exact tokens beside it."""
 
-from kvjax.cache.kv_cache import KVCache, LayerGroup, init_cache
+from kvjax.cache.kv_cache import KVCache, LayerGroup, LowBitKeysWarning, init_cache
 from kvjax.cache.report import cache_report, format_report
 
-__all__ = ["KVCache", "LayerGroup", "cache_report", "format_report", "init_cache"]
+__all__ = [
+    "KVCache",
+    "LayerGroup",
+    "LowBitKeysWarning",
+    "cache_report",
+    "format_report",
+    "init_cache",
+]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,7 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Params
-from kvjax.layers.rope import apply_rope
+from kvjax.config import RopeConfig
+from kvjax.layers.rope import apply_rope, rope_tables
 from pallas_kernels.flash_attention import causal_partial
 from pallas_kernels.paged_attention import paged_partial
 from pallas_kernels.softmax import Partial, attend_tile, finish, merge
@@ -20,10 +20,8 @@ from pallas_kernels.softmax import Partial, attend_tile, finish, merge
 if TYPE_CHECKING:
     from kvjax.cache.kv_cache import LayerGroup
 
-#: positions [B, S] -> cos and sin [B, S, H/2]
-RopeFn = Callable[[Int[Array, "B S"]], tuple[Array, Array]]
 
-
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunk:
     """The tokens of one call, in one layer: what attends, and what else it may see."""
@@ -33,8 +31,13 @@ class Chunk:
     v: Float[Array, "B T K H"]
     length: Int[Array, "B"]  # tokens of each row before this call
     new: Int[Array, "B"]  # real tokens of each row in this call
-    scale: float
-    rope: RopeFn
+    scale: float = dataclasses.field(metadata={"static": True})
+    rope: RopeConfig = dataclasses.field(metadata={"static": True})
+
+    def angles(self, positions: Int[Array, "B S"]) -> tuple[Array, Array]:
+        """cos and sin of positions, for keys that are stored before RoPE."""
+        total = self.length + self.new
+        return rope_tables(self.rope, self.q.shape[-1], positions, total)
 
     @property
     def rows(self) -> Float[Array, "B K Q H"]:
@@ -43,6 +46,7 @@ class Chunk:
         return jnp.moveaxis(self.q, 1, 3).reshape(B, K, G * T, H)
 
 
+@jax.jit  # traced once for all layers of a group; XLA inlines the calls
 def attend_group(
     group: LayerGroup, slot: int | Int[Array, ""], chunk: Chunk
 ) -> Float[Array, "B T K G H"]:
@@ -61,7 +65,7 @@ def _exact_part(group: LayerGroup, slot: Any, chunk: Chunk) -> Partial:
     k_t, v = _layer(group.k_exact, slot), _layer(group.v_exact, slot)  # B K H E, B K E H
     v = jnp.where(valid[:, None, :, None], v, 0)  # an unused slot may hold anything
     if spec.k_codec.pre_rope:
-        k_t = _rope_tile(k_t, chunk.rope(spec.token_in_slot(chunk.length)))
+        k_t = _rope_tile(k_t, chunk.angles(spec.token_in_slot(chunk.length)))
     return attend_tile(chunk.rows, k_t, v, valid[:, None, None, :], scale=chunk.scale)
 
 
@@ -87,7 +91,7 @@ def _paged_part(group: LayerGroup, slot: Any, chunk: Chunk) -> Partial:
         if k_codec.pre_rope:
             k_t = jnp.moveaxis(k_t, 1, 3)  # B K H n S
             positions = jnp.broadcast_to(spec.sinks + tokens[None], (k_t.shape[0], tokens.shape[0]))
-            flat = _rope_tile(k_t.reshape(*k_t.shape[:3], -1), chunk.rope(positions))
+            flat = _rope_tile(k_t.reshape(*k_t.shape[:3], -1), chunk.angles(positions))
             k_t = jnp.moveaxis(flat.reshape(k_t.shape), 3, 1)
         return k_t
 
@@ -105,9 +109,7 @@ def _paged_part(group: LayerGroup, slot: Any, chunk: Chunk) -> Partial:
     return part._replace(acc=v_codec.finish_output(part.acc, v_params).astype(jnp.float32))
 
 
-def _rope_tile(
-    k_t: Float[Array, "B K H S"], rope: tuple[Array, Array]
-) -> Float[Array, "B K H S"]:
+def _rope_tile(k_t: Float[Array, "B K H S"], rope: tuple[Array, Array]) -> Float[Array, "B K H S"]:
     return jnp.moveaxis(apply_rope(jnp.moveaxis(k_t, 3, 1), *rope), 1, 3)
 
 

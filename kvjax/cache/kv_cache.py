@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,13 +19,21 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.append import append_group
-from kvjax.cache.attend import Chunk, RopeFn, attend_group
+from kvjax.cache.attend import Chunk, attend_group
+from kvjax.cache.report import bits_of
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codec, Codes, Params
-from kvjax.config import CacheConfig, ModelConfig, need
+from kvjax.config import CacheConfig, ModelConfig, RopeConfig, need
 
 #: params of each layer's key codec and value codec
 Calibration = Sequence[tuple[Params, Params]]
+
+#: bits of a key's codes below which a cache warns: without calibrated arrays, with them
+KEY_BIT_FLOORS = (3.0, 2.0)
+
+
+class LowBitKeysWarning(UserWarning):
+    """Keys have fewer bits than the floor below which models with few KV heads lose the thread."""
 
 
 @jax.tree_util.register_dataclass
@@ -68,18 +77,18 @@ class KVCache:
         *,
         new: Int[Array, "B"],
         scale: float,
-        rope: RopeFn,
+        rope: RopeConfig,
     ) -> Float[Array, "B T K G H"]:
         """Attention of a chunk to the cached tokens and, causally, to itself.
 
         layer may be traced (a scan over layers). k, v: the chunk's own keys and values, not yet
-        appended; new: its real tokens per row; rope: cos and sin of positions, for codecs that keep
-        keys before RoPE.
+        appended; new: its real tokens per row; rope: for codecs that keep keys before
+        it.
         """
 
         def of(g: int, slot: Any) -> Array:
             chunk = Chunk(q, k, v, length=self.length, new=new, scale=scale, rope=rope)
-            return attend_group(self.groups[g], slot, chunk)
+            return attend_group(self.groups[g], jnp.int32(slot), chunk)
 
         if isinstance(layer, int):
             return of(*self.layer_map[layer])
@@ -144,7 +153,16 @@ def init_cache(
     """
     need(isinstance(batch, int) and batch > 0, "batch", "a positive int", batch)
     need(isinstance(max_len, int) and max_len > 0, "max_len", "a positive int", max_len)
+    need(
+        config.calibration is None or calibration is not None,
+        "calibration",
+        "the arrays of config.calibration",
+        None,
+        "Make the cache with model.init_cache, which reads the file.",
+    )
     specs = group_specs(model, max_len=max_len, config=config, dtype=dtype)
+    for spec in specs:
+        _warn_low_bits(spec)
     layer_map = {
         layer: (g, slot) for g, spec in enumerate(specs) for slot, layer in enumerate(spec.layers)
     }
@@ -183,6 +201,22 @@ def group_specs(
         )
 
     return tuple(spec(k, v, members) for (k, v), members in layers.items())
+
+
+def _warn_low_bits(spec: GroupSpec) -> None:
+    """Keys suffer first: an error in a score is multiplied by exp, and on grouped-query models by
+    every query head that reads the key (measured: tests/cache/test_oracles_codecs.py)."""
+    shape = {"num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+    floor = KEY_BIT_FLOORS[bool(spec.k_codec.param_shapes(**shape))]
+    bits = bits_of(spec.k_codec, spec)[0]
+    if bits < floor:
+        warnings.warn(
+            f"keys of layers {spec.layers[0]}-{spec.layers[-1]} have {bits:.3g} bits with"
+            f" {spec.k_codec!r}, under the floor of {floor:g}: expect visible damage. Use 3 bits or"
+            " more for keys (for example --kv-k turboquant3) or a calibrated codec such as pca2.",
+            LowBitKeysWarning,
+            stacklevel=4,
+        )
 
 
 def _init_group(spec: GroupSpec, batch: int, calibration: Calibration | None) -> LayerGroup:

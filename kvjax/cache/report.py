@@ -2,64 +2,121 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from kvjax import codecs
+from kvjax.cache.spec import GroupSpec
+from kvjax.codecs.base import Codec
 
 if TYPE_CHECKING:
     from kvjax.cache.kv_cache import KVCache
+
+#: parts of `cache_report(...)["bytes"]`, with what each is
+PARTS = {
+    "codes": "sealed keys and values, packed",
+    "scales": "what travels with them: scales, norms, outliers",
+    "exact": "first and recent tokens, in the model's dtype",
+    "calibration": "calibrated arrays of the codecs",
+    "tables": "page ids and lengths",
+}
 
 
 def cache_report(cache: KVCache) -> dict[str, Any]:
     """Bytes of each part of a cache, and the tokens that it can hold.
 
-    total_bytes is the sum of the leaves' `nbytes`. pages: sealed keys and values with their scales
-    (null page included); exact: sinks and recent tokens; tables: page ids and lengths.
-    bytes_per_token: total over the tokens of all rows at capacity. raw_bytes: the same capacity as
-    one dense array in the model's dtype.
+    total_bytes is the sum of the leaves' `nbytes`, bytes its parts (`PARTS`; codes and scales count
+    the null page too). page_slack_bytes: pages that no token has been sealed into yet, a share of
+    codes and scales. effective_bits of "k", "v" and their "mean": what a sealed number costs, with
+    its scales. bytes_per_token: total over the tokens of all rows at capacity. raw_bytes,
+    bf16_bytes: the same capacity as one dense array in the model's dtype, in bfloat16; ratio and
+    bf16_ratio: how many times smaller the cache is.
     """
-    parts = {"pages": 0, "exact": 0, "calibration": 0, "tables": cache.length.nbytes}
+    parts = dict.fromkeys(PARTS, 0) | {"tables": cache.length.nbytes}
+    slack, lengths = 0, np.asarray(cache.length)
     for group in cache.groups:
-        parts["pages"] += _nbytes((group.k_pages, group.v_pages))
+        for pages in (group.k_pages, group.v_pages):
+            code, side = split_bytes(pages)
+            parts["codes"] += code
+            parts["scales"] += side
+            pool = group.table.size + 1
+            slack += (code + side) // pool * _free_pages(group.spec, lengths)
         parts["exact"] += _nbytes((group.k_exact, group.v_exact))
         parts["calibration"] += _nbytes((group.k_params, group.v_params))
         parts["tables"] += group.table.nbytes
     total = _nbytes(cache)
     capacity = cache.batch * cache.max_len
-    raw = sum(
-        2 * len(g.spec.layers) * g.spec.num_kv_heads * g.spec.head_dim * g.spec.dtype.itemsize
-        for g in cache.groups
-    )
+    specs = [g.spec for g in cache.groups]
+    numbers = capacity * sum(2 * len(s.layers) * s.num_kv_heads * s.head_dim for s in specs)
+    raw = numbers * specs[0].dtype.itemsize
     return {
         "total_bytes": total,
         "bytes": parts,
+        "page_slack_bytes": slack,
+        "effective_bits": mean_bits(specs),
         "batch": cache.batch,
         "max_len": cache.max_len,
-        "tokens": [int(n) for n in np.asarray(cache.length)],
+        "tokens": [int(n) for n in lengths],
         "bytes_per_token": total / capacity,
-        "raw_bytes": raw * capacity,
-        "codecs": [
-            {
-                "layers": list(g.spec.layers),
-                "k": codecs.name_of(g.spec.k_codec),
-                "v": codecs.name_of(g.spec.v_codec),
-                "page_size": g.spec.page_size,
-                "sinks": g.spec.sinks,
-                "recent": g.spec.recent,
-            }
-            for g in cache.groups
-        ],
+        "raw_bytes": raw,
+        "bf16_bytes": 2 * numbers,
+        "ratio": raw / total,
+        "bf16_ratio": 2 * numbers / total,
+        "codecs": [_group(spec) for spec in specs],
     }
 
 
+def split_bytes(pages: Mapping[str, Any]) -> tuple[int, int]:
+    """(codes, side arrays) in bytes, of pages or their shapes: `words*` and `x` are codes."""
+    code = side = 0
+    for name, leaf in pages.items():
+        size = leaf.size * leaf.dtype.itemsize
+        if name == "x" or name.startswith("words"):
+            code += size
+        else:
+            side += size
+    return code, side
+
+
+def bits_of(codec: Codec, spec: GroupSpec, *, dtype: Any = None) -> tuple[float, float]:
+    """Bits of a sealed number: (of its codes alone, with its scales and outliers)."""
+    shapes = codec.code_shapes(
+        tokens=spec.page_size, head_dim=spec.head_dim, dtype=dtype or spec.dtype
+    )
+    code, side = split_bytes(shapes)
+    numbers = spec.page_size * spec.head_dim
+    return 8 * code / numbers, 8 * (code + side) / numbers
+
+
+def mean_bits(specs: list[GroupSpec], *, dtype: Any = None) -> dict[str, float]:
+    """Effective bits of keys, of values and of both, over all layers."""
+    layers = sum(len(spec.layers) for spec in specs)
+    k = sum(len(s.layers) * bits_of(s.k_codec, s, dtype=dtype)[1] for s in specs) / layers
+    v = sum(len(s.layers) * bits_of(s.v_codec, s, dtype=dtype)[1] for s in specs) / layers
+    return {"k": k, "v": v, "mean": (k + v) / 2}
+
+
 def format_report(report: dict[str, Any]) -> str:
-    """The report as lines of text."""
-    lines = [f"cache  {human(report['total_bytes'])}  for {report['batch']} x {report['max_len']}"]
-    lines += [f"  {name:<7}{human(n)}" for name, n in report["bytes"].items()]
-    lines.append(f"  per token {human(report['bytes_per_token'])}")
+    """The report as a small table."""
+    total = report["total_bytes"]
+    lines = [f"cache  {human(total)}  for {report['batch']} x {report['max_len']} tokens"]
+    for name, n in report["bytes"].items():
+        lines.append(f"  {name:<12}{human(n):>12}  {n / total:6.1%}  {PARTS[name]}")
+    slack = report["page_slack_bytes"]
+    lines.append(f"  {'page slack':<12}{human(slack):>12}  {slack / total:6.1%}  pages not yet used")
+    lines.append(f"  {'per token':<12}{human(report['bytes_per_token']):>12}")
+    for group in report["codecs"]:
+        bits = group["effective_bits"]
+        first, last = group["layers"][0], group["layers"][-1]
+        lines.append(
+            f"  layers {first}-{last}: keys {group['k']} {bits['k']:.3g} bits,"
+            f" values {group['v']} {bits['v']:.3g} bits; exact: first {group['sinks']},"
+            f" last {group['recent']} and a page of {group['page_size']} that fills"
+        )
+    lines.append(f"  {report['bf16_ratio']:.2f} times smaller than bfloat16 of the same capacity")
     return "\n".join(lines)
 
 
@@ -70,6 +127,25 @@ def human(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
         n /= 1024
     raise AssertionError
+
+
+def _group(spec: GroupSpec) -> dict[str, Any]:
+    return {
+        "layers": list(spec.layers),
+        "k": codecs.name_of(spec.k_codec),
+        "v": codecs.name_of(spec.v_codec),
+        "page_size": spec.page_size,
+        "sinks": spec.sinks,
+        "recent": spec.recent,
+        "effective_bits": mean_bits([spec]),
+    }
+
+
+def _free_pages(spec: GroupSpec, lengths: np.ndarray) -> int:
+    """Pages of all rows and layers that hold no token yet."""
+    # spec.sealed_pages in NumPy: a report compiles nothing
+    sealed = np.clip((lengths - spec.sinks - spec.recent) // spec.page_size, 0, spec.pages_per_row)
+    return len(spec.layers) * int((spec.pages_per_row - sealed).sum())
 
 
 def _nbytes(tree: Any) -> int:

@@ -46,11 +46,11 @@ class GroupSpec:
         """Sealed pages of a row that is `max_len` tokens long."""
         return max(0, (self.max_len - self.sinks - self.recent) // self.page_size)
 
-    def sealed_pages(self, length: Int[Array, "..."]) -> Int[Array, "..."]:
+    def sealed_pages(self, length: Int[Array, ...]) -> Int[Array, ...]:
         """How many pages of a row of this length are sealed."""
         return jnp.maximum(0, (length - self.sinks - self.recent) // self.page_size)
 
-    def exact_slot(self, token: Int[Array, "..."]) -> Int[Array, "..."]:
+    def exact_slot(self, token: Int[Array, ...]) -> Int[Array, ...]:
         """The exact slot that holds (or held) a token."""
         ring = self.sinks + (token - self.sinks) % self.ring
         return jnp.where(token < self.sinks, token, ring)

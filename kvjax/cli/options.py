@@ -172,8 +172,24 @@ def _add_cache(parser: Parser) -> None:
         metavar="CODEC",
         help="how sealed keys and values are stored (default: raw, in the model's dtype)",
     )
+    group.add_argument("--kv-k", metavar="CODEC", help="another codec for keys")
+    group.add_argument("--kv-v", metavar="CODEC", help="another codec for values")
+    group.add_argument(
+        "--kv-layers",
+        metavar="RANGES",
+        help="other codecs for some layers: 0-1:raw,28-29:int8+int4 (keys+values)",
+    )
+    group.add_argument(
+        "--kv-calibration", metavar="FILE", help="calibrated arrays, for codecs that need them"
+    )
     group.add_argument(
         "--page-size", type=int, metavar="N", help="tokens of a cache page (default: 128)"
+    )
+    group.add_argument(
+        "--sinks", type=int, metavar="N", help="first tokens kept exact (default: 4; raw: 0)"
+    )
+    group.add_argument(
+        "--recent", type=int, metavar="N", help="last tokens kept exact (default: 64; raw: 0)"
     )
 
 

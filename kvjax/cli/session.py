@@ -38,8 +38,19 @@ def open_session(args: argparse.Namespace) -> Session:
     from kvjax.checkpoints.source import DEFAULT_NAMES
     from kvjax.config import CacheConfig
 
-    fields = {} if args.page_size is None else {"page_size": args.page_size}
-    cache_config = CacheConfig.parse(args.kv_cache_dtype, **fields)
+    fields = {
+        "page_size": args.page_size,
+        "sinks": args.sinks,
+        "recent": args.recent,
+        "calibration": args.kv_calibration,
+    }
+    cache_config = CacheConfig.parse(
+        args.kv_cache_dtype,
+        k=args.kv_k,
+        v=args.kv_v,
+        layers=args.kv_layers,
+        **{name: value for name, value in fields.items() if value is not None},
+    )
     dtype = args.dtype
     if dtype == "auto":
         dtype = "float32" if platform == "cpu" else "bfloat16"

@@ -6,7 +6,8 @@ are reshaped to `[B, T, K, G, H]` and K and V are never repeated.
 
 from __future__ import annotations
 
-from typing import Protocol
+import functools
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -17,6 +18,7 @@ from kvjax.layers.linear import Linear
 from kvjax.layers.rope import apply_rope
 
 
+@runtime_checkable
 class Attend(Protocol):
     """Attention of a chunk's queries to what they may see; the cache or a plain chunk gives it.
 
@@ -38,11 +40,11 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        options = {"std": config.initializer_range, "dtype": dtype, "rngs": rngs}
-        self.q_proj = Linear(D, N * H, bias=config.attention_bias, **options)
-        self.k_proj = Linear(D, K * H, bias=config.attention_bias, **options)
-        self.v_proj = Linear(D, K * H, bias=config.attention_bias, **options)
-        self.o_proj = Linear(N * H, D, bias=config.attention_out_bias, **options)
+        linear = functools.partial(Linear, std=config.initializer_range, dtype=dtype, rngs=rngs)
+        self.q_proj = linear(D, N * H, bias=config.attention_bias)
+        self.k_proj = linear(D, K * H, bias=config.attention_bias)
+        self.v_proj = linear(D, K * H, bias=config.attention_bias)
+        self.o_proj = linear(N * H, D, bias=config.attention_out_bias)
         self.shape = (N, K, H)
 
     def __call__(

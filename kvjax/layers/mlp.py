@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jaxtyping import Array, Float
 from kvjax.config import ModelConfig
 from kvjax.layers.linear import Linear
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
@@ -24,15 +25,12 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         D, F = config.hidden_size, config.intermediate_size
-        options = {
-            "bias": config.mlp_bias,
-            "std": config.initializer_range,
-            "dtype": dtype,
-            "rngs": rngs,
-        }
-        self.gate_proj = Linear(D, F, **options)
-        self.up_proj = Linear(D, F, **options)
-        self.down_proj = Linear(F, D, **options)
+        linear = functools.partial(
+            Linear, bias=config.mlp_bias, std=config.initializer_range, dtype=dtype, rngs=rngs
+        )
+        self.gate_proj = linear(D, F)
+        self.up_proj = linear(D, F)
+        self.down_proj = linear(F, D)
         self.act = ACTIVATIONS[config.hidden_act]
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:

@@ -76,7 +76,7 @@ def _base_frequencies(theta: float, head_dim: int) -> np.ndarray:
 
 def _dynamic(rope: RopeConfig, head_dim: int, seq_lengths: Array) -> Array:
     """NTK-aware scaling whose base grows once a row is longer than the trained length."""
-    trained = rope.original_max_position_embeddings
+    trained = rope.trained_length
     length = jnp.maximum(seq_lengths, trained).astype(jnp.float32)
     growth = rope.factor * length / trained - (rope.factor - 1)
     base = rope.theta * growth ** (head_dim / (head_dim - 2))
@@ -86,7 +86,7 @@ def _dynamic(rope: RopeConfig, head_dim: int, seq_lengths: Array) -> Array:
 
 def _llama3(rope: RopeConfig, freq: np.ndarray) -> np.ndarray:
     """Slow pairs are slowed by `factor`, fast ones kept, those between blended (Llama 3.1)."""
-    turns = rope.original_max_position_embeddings * freq / (2 * math.pi)  # over the trained length
+    turns = rope.trained_length * freq / (2 * math.pi)  # over the trained length
     low, high = rope.low_freq_factor, rope.high_freq_factor
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return freq * (keep + (1 - keep) / rope.factor)
@@ -96,7 +96,7 @@ def _yarn(rope: RopeConfig, freq: np.ndarray, head_dim: int) -> np.ndarray:
     """Blend by the number of turns over the trained length (2309.00071, section 3.2)."""
 
     def dim_of(turns: float) -> float:
-        span = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        span = rope.trained_length / (turns * 2 * math.pi)
         return head_dim * math.log(span) / (2 * math.log(rope.theta))
 
     low, high = dim_of(rope.beta_fast), dim_of(rope.beta_slow)

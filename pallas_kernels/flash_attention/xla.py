@@ -29,7 +29,7 @@ def causal_partial(
     lengths: how many of the T tokens of each row are real (right-padded); the others are not seen,
     whatever they hold, and their own output is that of no particular key.
     """
-    B, T, K, G, H = q.shape
+    B, T, K, G, _ = q.shape
     real = jnp.arange(T)[None] < lengths[:, None]
     q = jnp.moveaxis(q, 1, 3)  # B K G T H
     k = jnp.moveaxis(k, 1, 2)  # B K T H
@@ -52,9 +52,7 @@ def causal_partial(
             return merge(part, _block(q_i, k[j], v[j], at, to, real[j], scale))
 
         shape = (B, K, G, block)
-        empty = Partial(
-            jnp.zeros((*shape, v.shape[-1])), jnp.full(shape, MASKED), jnp.zeros(shape)
-        )
+        empty = Partial(jnp.zeros((*shape, v.shape[-1])), jnp.full(shape, MASKED), jnp.zeros(shape))
         return jax.lax.scan(one_key_block, empty, jnp.arange(blocks))[0]
 
     parts = jax.lax.map(lambda iq: one_query_block(*iq), (jnp.arange(blocks), q))

@@ -35,9 +35,9 @@ def paged_partial(
 ) -> Partial:
     """Attention of every query to the first `used[b]` pages of its row; `acc [B, K, Q, R]`.
 
-    k_pages, v_pages: pytrees of arrays `[P, K, ...]`. decode_k turns gathered codes `[B, n, K, ...]`
-    and the numbers of their tokens among the row's paged tokens `[n S]` into `[B, n, K, H, S]`,
-    decode_v into `[B, n, K, S, R]`. Page 0 of the pool is the null
+    k_pages, v_pages: pytrees of arrays `[P, K, ...]`. decode_k turns gathered codes
+    `[B, n, K, ...]`, and the numbers of their tokens among the row's paged tokens `[n S]`, into
+    keys `[B, n, K, H, S]`; decode_v into values `[B, n, K, S, R]`. Page 0 of the pool is the null
     page: all zeros, read in place of any page past `used`, so whatever unused pages hold is never
     touched.
     """

@@ -18,7 +18,7 @@ FORMS = ["unrolled", "stacked"]
 KINDS = {"mha": 4, "gqa": 2, "mqa": 1}
 
 
-BOTH_FORMS = pytest.mark.parametrize("form, config", list(zip(FORMS, CONFIGS[:2], strict=True)))
+BOTH_FORMS = pytest.mark.parametrize(("form", "config"), list(zip(FORMS, CONFIGS[:2], strict=True)))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
@@ -38,6 +38,7 @@ def test_cached_equals_full(tiny, form, config, kind):
     oracles.cached_equals_full(model, config, tolerance=2e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("config", CONFIGS[::2], ids=NAMES[::2])
 def test_paths(tiny, config):
     oracles.paths(tiny(), config)
@@ -54,6 +55,7 @@ def test_bytes(tiny, kind, config):
     oracles.exact_bytes(tiny(num_kv_heads=KINDS[kind]), config)
 
 
+@pytest.mark.quick
 def test_identity(tiny):
     oracles.identity(tiny(form="stacked"), page_size=8, sinks=2, recent=7)
 
@@ -68,15 +70,16 @@ def test_oracles_see_faults(tiny, what, monkeypatch):
     model = tiny(seed=1)
     if what == "swap":
         real = kv_cache.append_group
-        monkeypatch.setattr(
-            kv_cache, "append_group", lambda g, k, v, **kw: real(g, v, k, **kw)
-        )
+        monkeypatch.setattr(kv_cache, "append_group", lambda g, k, v, **kw: real(g, v, k, **kw))
     else:
         real_sealed = GroupSpec.sealed_pages
         monkeypatch.setattr(
-            GroupSpec, "exact_valid", lambda self, n: self.token_in_slot(n) >= self.sinks + (
-                real_sealed(self, n)[:, None] * self.page_size + 1
-            )
+            GroupSpec,
+            "exact_valid",
+            lambda self, n: (
+                self.token_in_slot(n)
+                >= self.sinks + (real_sealed(self, n)[:, None] * self.page_size + 1)
+            ),
         )
     import jax
 

@@ -128,3 +128,27 @@ def test_prompt_file_and_stdin(ask, plain, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
         (record,) = ask(*words)
         assert record["text"] == plain(ask)["text"]
+
+
+def test_keys_and_values_choose_apart(ask):
+    (record,) = ask("hello", "--kv-k", "int8", "--kv-v", "fp8")
+    (group,) = record["cache"]["codecs"]
+    assert (group["k"], group["v"]) == ("int8", "fp8")
+
+
+def test_layers_choose_apart(ask):
+    (record,) = ask("hello", "--kv-cache-dtype", "int8", "--kv-layers", "0:raw,2:raw+int4")
+    codecs = {layer: (g["k"], g["v"]) for g in record["cache"]["codecs"] for layer in g["layers"]}
+    assert codecs == {0: ("raw", "raw"), 1: ("int8", "int8"), 2: ("raw", "int4")}
+
+
+def test_sinks_and_recent_reach_the_cache(ask):
+    (record,) = ask("hello", "--kv-cache-dtype", "int8", "--sinks", "2", "--recent", "33")
+    (group,) = record["cache"]["codecs"]
+    assert (group["sinks"], group["recent"]) == (2, 33)
+
+
+def test_a_missing_calibration_file_is_named(cli):
+    outcome = cli("hello", "--kv-cache-dtype", "kvquant4", "--kv-calibration", "/no/such")
+    assert outcome.code == 2
+    assert "/no/such" in outcome.err

@@ -30,6 +30,7 @@ def greedy(model, prompt: list[int], steps: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+@pytest.mark.quick
 def test_greedy_equals_full_forward(tiny):
     model = tiny()
     rows = [oracles.tokens_for(model, 1, n, seed=n)[0].tolist() for n in (5, 40, 33)]
@@ -99,6 +100,7 @@ def test_limits(tiny):
             call()
 
 
+@pytest.mark.quick
 def test_nothing_compiles_after_warmup(tiny):
     """Case 106: an odd limit, then every kind of length, batch and setting within it."""
     model = tiny()
@@ -139,6 +141,7 @@ def test_the_compile_counter_counts():
     assert compiled
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("form", ["unrolled", "stacked"])
 def test_decode_step_memory(tiny, form):
     """At 8k tokens: no copy as large as the cache, the donated cache aliased, little else held."""
@@ -148,8 +151,11 @@ def test_decode_step_memory(tiny, form):
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     graphdef, state = nnx.split(model)
     rows = programs.first_token(
-        jnp.zeros((2, 97)), Sampling.of([SamplingParams()] * 2), cache.length,
-        jnp.asarray([5, 5]), engine.eos,
+        jnp.zeros((2, 97)),
+        Sampling.of([SamplingParams()] * 2),
+        cache.length,
+        jnp.asarray([5, 5]),
+        engine.eos,
     )
     sampling = Sampling.of([SamplingParams()] * 2)
     compiled = programs.decode.lower(
