@@ -32,7 +32,9 @@ def main(arguments: list[str]) -> int:
         print(f"stopped at step {result.step}, saved in {run}. To go on: {again}")
         return INTERRUPTED
     print(f"done: step {result.step}, the model is in {run}. To train on, raise --training.steps.")
-    print(f'try: python -m kvjax.infer --model {shlex.quote(str(run))} --raw "def "')
+    print(
+        f'try: python -m kvjax.infer --model {shlex.quote(str(run))} --raw "def " --temperature 0.7'
+    )
     return 0
 
 

@@ -28,8 +28,8 @@ def export(model: Transformer, folder: str | Path, tokenizer: Tokenizer | None =
     """Writes config.json, generation_config.json, model.safetensors and the tokenizer's files.
 
     In the model's dtype, with Hugging Face's names and orientation, one tensor in memory at a time.
-    A folder that has config.json is always whole: an earlier export is replaced file by file, each by
-    a rename, and where the config changes it goes first and comes back last.
+    A folder that has config.json is always whole: an earlier export is replaced file by file, each
+    by a rename, and where the config changes it goes first and comes back last.
     Raises ValueError when the folder holds another kind of model.
     """
     folder = Path(folder)

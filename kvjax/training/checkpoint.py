@@ -53,7 +53,9 @@ class Checkpoints:
         step = self.latest() if step is None else step
         need(step is not None, "checkpoints", "at least one", "none")
         tree = {"step": like.step, "params": like.params, "opt_state": like.opt_state}
-        tree = self._manager.restore(step, args=ocp.args.StandardRestore(jax.tree.map(_placed, tree)))
+        tree = self._manager.restore(
+            step, args=ocp.args.StandardRestore(jax.tree.map(_placed, tree))
+        )
         state = TrainState(**tree)
         need(int(state.step) == step, "checkpoint", f"the state of step {step}", int(state.step))
         return state

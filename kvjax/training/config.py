@@ -24,8 +24,8 @@ class DataConfig:
 
     corpus: "stdlib" (the running Python's own source) or a folder. pattern: file names in it.
     exclude: folder names left out. max_bytes: files are taken in a fixed pseudo-random order up to
-    this size. heldout: the share of files kept out of training and of the tokenizer. context: tokens
-    that a row predicts. Documents are packed; attention may cross their borders.
+    this size. heldout: the share of files kept out of training and of the tokenizer. context:
+    tokens that a row predicts. Documents are packed; attention may cross their borders.
     """
 
     corpus: str = "stdlib"
@@ -47,8 +47,8 @@ class OptimizerConfig:
     """AdamW (1711.05101) with a linear warm-up and a cosine decay.
 
     decay_steps: the step at which the rate reaches final_lr; None for training.steps. Give it to
-    train in pieces: it keeps the schedule the same whatever training.steps says. weight_decay is for
-    matrices and the embedding, not for norms and biases.
+    train in pieces: it keeps the schedule the same whatever training.steps says. weight_decay is
+    for matrices and the embedding, not for norms and biases.
     """
 
     lr: float = 1e-3
@@ -74,9 +74,9 @@ class OptimizerConfig:
 class TrainingConfig:
     """The loop.
 
-    seed: of the initial weights and the data order. eval_batches: held-out batches of an evaluation.
-    dtype: of the computation; parameters, gradients and optimiser stay float32. remat: recompute
-    layers in the backward pass. loss_chunk: tokens of each row whose logits live at once.
+    seed: of the initial weights and the data order. eval_batches: held-out batches of an
+    evaluation. dtype: of the computation; parameters, gradients and optimiser stay float32. remat:
+    recompute layers in the backward pass. loss_chunk: tokens of each row whose logits live at once.
     """
 
     steps: int = 600
@@ -143,10 +143,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         hint = f" Its folder has {', '.join(hits)}." if hits else ""
         raise ValueError(f"config: expected a Python file, got {str(path)!r}.{hint}")
     config = runpy.run_path(str(path)).get("config")
-    need(
-        isinstance(config, TrainConfig),
-        f"{path}: config",
-        "`config = TrainConfig(...)`",
-        type(config).__name__,
-    )
+    if not isinstance(config, TrainConfig):
+        kind = type(config).__name__
+        raise ValueError(f"{path}: config: expected `config = TrainConfig(...)`, got {kind!r}.")
     return override(config, overrides)

@@ -55,9 +55,11 @@ def load_dataset(config: DataConfig, model: ModelConfig) -> Dataset:
 
 def pack(files: list[File], tokenizer: Tokenizer) -> np.ndarray:
     """The files one after another, each between bos and eos."""
+    bos, eos = tokenizer.bos_id, tokenizer.eos_ids[0]
+    assert bos is not None
     ids: list[int] = []
     for file in files:
-        ids += [tokenizer.bos_id, *tokenizer.encode(file.text), tokenizer.eos_ids[0]]
+        ids += [bos, *tokenizer.encode(file.text), eos]
     return np.asarray(ids, np.int32)
 
 

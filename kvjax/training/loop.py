@@ -27,7 +27,7 @@ from kvjax.training.step import make_eval_step, make_train_step
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """step: updates done. finished: whether that is all of them. heldout: None if none was taken."""
+    """step: updates done. finished: whether that is all. heldout: the last evaluation, if any."""
 
     step: int
     finished: bool
@@ -39,7 +39,8 @@ def train(config: TrainConfig, run: str | Path, *, report: Report | None = None)
 
     Leaves a model folder that `kvjax.load` opens, as of the newest checkpoint. Ctrl-C and SIGTERM
     end it after the current step, with a checkpoint; a second Ctrl-C ends it at once.
-    Raises ValueError when the folder belongs to another configuration, and when the loss is no number.
+    Raises ValueError when the folder belongs to another configuration, and when the loss is no
+    number.
     """
     run, report = Path(run), report or PlainReport()
     _check_folder(run)
@@ -82,7 +83,12 @@ def _start(
 
 class _Loop:
     def __init__(
-        self, config: TrainConfig, run: Path, checkpoints: Checkpoints, data: Dataset, report: Report
+        self,
+        config: TrainConfig,
+        run: Path,
+        checkpoints: Checkpoints,
+        data: Dataset,
+        report: Report,
     ):
         self.config, self.folder, self.checkpoints, self.report = config, run, checkpoints, report
         shape = {"batch_size": config.data.batch_size, "context": config.data.context}
@@ -178,7 +184,7 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
             signal.signal(each, handler)
 
     with contextlib.suppress(ValueError):
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (int(signal.SIGINT), int(signal.SIGTERM)):
             old[number] = signal.signal(number, handle)
     try:
         yield lambda: bool(asked)

@@ -23,10 +23,11 @@ def next_token_loss(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """(loss to minimise, mean cross-entropy in nats a token), both float32. For use inside `jit`.
 
-    mask: which targets `tokens[:, 1:]` count; all by default. chunk: tokens of each row whose logits
-    live at once (a divisor of T): `[B, C, V]` instead of `[B, T, V]`, computed again in the backward
-    pass; rows stay whole, so that a sharded batch does. z_loss: weight of log(Z)^2 (PaLM, 2204.02311,
-    section 5), which keeps logits from drifting. remat: recompute layers in the backward pass.
+    mask: which targets `tokens[:, 1:]` count; all by default. chunk: tokens of each row whose
+    logits live at once (a divisor of T): `[B, C, V]` instead of `[B, T, V]`, computed again in the
+    backward pass; the batch axis stays apart, so that it can be sharded. z_loss: weight of
+    log(Z)^2 (PaLM, 2204.02311, section 5), which keeps logits from drifting. remat: recompute
+    layers in the backward pass.
     """
     B, T = tokens.shape[0], tokens.shape[1] - 1
     x, _ = model.hidden(tokens[:, :-1], None, jnp.full((B,), T, jnp.int32), remat=remat)

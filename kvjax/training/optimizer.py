@@ -34,7 +34,9 @@ def make_optimizer(
         mask=decayed,
     )
     chain = optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
-    return optax.GradientTransformation(_lenient(chain.init), _lenient(chain.update)), _lenient(schedule)
+    return optax.GradientTransformation(_lenient(chain.init), _lenient(chain.update)), _lenient(
+        schedule
+    )
 
 
 def _lenient(function: Callable) -> Callable:

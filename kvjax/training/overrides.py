@@ -16,11 +16,11 @@ _BOOLS = {"true": True, "false": False}
 
 
 def override(config: C, arguments: Sequence[str]) -> C:
-    """The config with `--a.b=c` applied, all at once, so that fields that depend are checked together.
+    """The config with `--a.b=c` applied, all at once: fields that depend are checked together.
 
-    Values have the type of the field: ints, floats, `true` and `false`, text, comma-separated tuples
-    (empty for the empty one), `none` where the field allows it. Raises ValueError on an unknown key
-    (with near names), a value of another type, and a key given twice.
+    Values have the type of the field: ints, floats, `true` and `false`, text, comma-separated
+    tuples (empty for the empty one), `none` where the field allows it. Raises ValueError on an
+    unknown key (with near names), a value of another type, and a key given twice.
     """
     known = dict(fields(config))
     changes: dict[str, Any] = {}
@@ -66,7 +66,9 @@ def _split(argument: str) -> tuple[str, str]:
 def _refuse(key: str, known: dict[str, Any]) -> None:
     inside = [k for k in known if k.startswith(f"{key}.")]
     if inside:
-        raise ValueError(f"--{key}: expected one of its fields, got the group: {', '.join(inside)}.")
+        raise ValueError(
+            f"--{key}: expected one of its fields, got the group: {', '.join(inside)}."
+        )
     by_leaf = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
     hint = f" Did you mean {' or '.join(map(repr, by_leaf))}?" if by_leaf else near(key, known)
     raise ValueError(

@@ -18,7 +18,7 @@ from kvjax.model import Transformer
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Arrays only. params: nested dicts of float32 arrays, each layer parameter stacked over layers."""
+    """Arrays only. params: nested dicts of float32, layer parameters stacked over layers."""
 
     step: Int[Array, ""]  # updates done
     params: dict[str, Any]

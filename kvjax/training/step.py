@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -16,14 +17,16 @@ from kvjax.training.loss import next_token_loss
 from kvjax.training.optimizer import make_optimizer
 from kvjax.training.state import TrainState, graphdef_of
 
-TrainStep = Callable[[TrainState, Array], tuple[TrainState, dict[str, Array]]]
-EvalStep = Callable[[Any, Array], Array]
+Tokens = Array | np.ndarray
+TrainStep = Callable[[TrainState, Tokens], tuple[TrainState, dict[str, Array]]]
+EvalStep = Callable[[Any, Tokens], Array]
 
 
 def make_train_step(config: TrainConfig) -> TrainStep:
     """`step(state, tokens) -> (state, metrics)`; the state given is donated.
 
-    metrics, of before the update: loss (cross-entropy, nats a token), grad_norm (before clipping), lr.
+    metrics, of before the update: loss (cross-entropy, nats a token), grad_norm (before clipping),
+    and lr.
     """
     optimizer, schedule = make_optimizer(config.optimizer, decay_steps=config.decay_steps)
     loss = _loss(config)

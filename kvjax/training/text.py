@@ -19,9 +19,9 @@ from kvjax.config import need
 from kvjax.training.config import DataConfig
 
 SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
-# Spaces and newlines are pieces of their own: a prompt may then end in "def " or ":\n" and still be
-# cut as the same text was in training.
-PIECES = r"\n+| +|\w+|[^\w\s]+|\s"
+# A space belongs to the word before it, a line end to the punctuation before it: a prompt may then
+# end in "def " or ":\n" and is cut as the same text was in training, where "def " is one token.
+PIECES = r"\w+ ?|[^\w\s]+(?: |\n+)?|\n+| +|\s"
 
 
 class File(NamedTuple):
@@ -59,7 +59,10 @@ def read_corpus(config: DataConfig) -> Corpus:
         size += len(data)
         heldout = int.from_bytes(digest[:8], "big") < config.heldout * 2**64
         (corpus.heldout if heldout else corpus.train).append(File(name, text))
-    for half, files, fix in (("training", corpus.train, "lower"), ("held-out", corpus.heldout, "raise")):
+    for half, files, fix in (
+        ("training", corpus.train, "lower"),
+        ("held-out", corpus.heldout, "raise"),
+    ):
         need(
             bool(files),
             "data.corpus",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from kvjax.config import ModelConfig
 from kvjax.training import DataConfig, OptimizerConfig, TrainConfig, TrainingConfig
@@ -20,6 +22,23 @@ def {verb}_{noun}(self, {noun}, limit={number}):
 '''
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compile_once(tmp_path_factory):
+    """Runs compile the same programs again and again: keep them (10 times less time)."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    old = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in old.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """24 Python files; the whole of each file is different."""
@@ -27,7 +46,9 @@ def corpus(tmp_path_factory):
     for i in range(24):
         words = {"verb": ("read", "send", "drop"), "noun": ("page", "row", "key", "token")}
         body = "".join(
-            FUNCTION.format(number=draw.randint(0, 99), **{k: draw.choice(v) for k, v in words.items()})
+            FUNCTION.format(
+                number=draw.randint(0, 99), **{k: draw.choice(v) for k, v in words.items()}
+            )
             for _ in range(12)
         )
         folder = root / f"part{i % 3}"
@@ -63,7 +84,9 @@ def config(corpus, token_cache, monkeypatch):
         model=model,
         data=DataConfig(corpus=str(corpus), heldout=0.2, context=32, batch_size=4),
         optimizer=OptimizerConfig(lr=1e-2, warmup_steps=3, decay_steps=20),
-        training=TrainingConfig(steps=20, log_every=5, eval_every=10, eval_batches=2, save_every=10),
+        training=TrainingConfig(
+            steps=20, log_every=5, eval_every=10, eval_batches=2, save_every=10
+        ),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = '''
+PROGRAM = """
 import sys
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np, optax
@@ -41,7 +41,7 @@ else:
     plain = checkpoints.restore(jax.eval_shape(lambda: state))
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(plain)} == {1}
 checkpoints.close()
-'''
+"""
 
 
 @pytest.mark.slow

@@ -29,9 +29,7 @@ TOKENS = np.arange(24).reshape(2, 12)
     ids=["tied", "untied", "biased"],
 )
 def test_logits_are_the_same_bit_for_bit(config, tmp_path, form, change):
-    model = Transformer(
-        dataclasses.replace(config.model, **change), rngs=nnx.Rngs(3), form=form
-    )
+    model = Transformer(dataclasses.replace(config.model, **change), rngs=nnx.Rngs(3), form=form)
     export(model, tmp_path)
     again, tokenizer = kvjax.load(tmp_path, form=form)
     assert again.config == model.config

@@ -58,7 +58,9 @@ def test_saving_memory_changes_nothing(model, tokens):
 
 
 def test_a_chunk_that_does_not_divide_is_refused(model, tokens):
-    with pytest.raises(ValueError, match=r"loss_chunk: expected a divisor of the context 16, got 5"):
+    with pytest.raises(
+        ValueError, match=r"loss_chunk: expected a divisor of the context 16, got 5"
+    ):
         next_token_loss(model, tokens, chunk=5)
 
 

@@ -122,7 +122,9 @@ def test_another_configuration_is_refused_by_name(config, steps, tmp_path):
         with pytest.raises(ValueError, match=r"Use another --run folder") as error:
             train(other, tmp_path, report=Record())
         for key, value in change.items():
-            assert f"{part}.{key}: {getattr(getattr(config, part), key)} -> {value}" in str(error.value)
+            assert f"{part}.{key}: {getattr(getattr(config, part), key)} -> {value}" in str(
+                error.value
+            )
         assert (tmp_path / "train_config.json").read_bytes() == before
 
 
@@ -169,7 +171,12 @@ def test_the_program(corpus, token_cache, tmp_path, graph):
         f" --training.steps=4 --data.context=32 --training.loss_chunk=none --data.heldout=0.2"
         f" --data.corpus={corpus} --run=run"
     )
-    command = [sys.executable, ROOT / "train/pretrain.py", ROOT / "configs/tiny_gqa.py", *small.split()]
+    command = [
+        sys.executable,
+        ROOT / "train/pretrain.py",
+        ROOT / "configs/tiny_gqa.py",
+        *small.split(),
+    ]
     env = {**os.environ, "KVJAX_CACHE": str(token_cache), "NNX_GRAPH_MODE": graph}
     env["PYTHONPATH"] = str(ROOT)
 
