@@ -106,7 +106,9 @@ def format_report(report: dict[str, Any]) -> str:
     for name, n in report["bytes"].items():
         lines.append(f"  {name:<12}{human(n):>12}  {n / total:6.1%}  {PARTS[name]}")
     slack = report["page_slack_bytes"]
-    lines.append(f"  {'page slack':<12}{human(slack):>12}  {slack / total:6.1%}  pages not yet used")
+    lines.append(
+        f"  {'page slack':<12}{human(slack):>12}  {slack / total:6.1%}  pages not yet used"
+    )
     lines.append(f"  {'per token':<12}{human(report['bytes_per_token']):>12}")
     for group in report["codecs"]:
         bits = group["effective_bits"]

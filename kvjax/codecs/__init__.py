@@ -15,6 +15,7 @@ from kvjax.codecs.base import Codec, Codes, Params, code_bytes, effective_bits
 from kvjax.codecs.fp8 import Fp8
 from kvjax.codecs.int_codec import Int, Int8
 from kvjax.codecs.kivi import KiviKey, KiviValue
+from kvjax.codecs.klt import Klt, KltKey
 from kvjax.codecs.kvquant import KVQuantKey, KVQuantValue
 from kvjax.codecs.pca import Pca, PcaPreRope
 from kvjax.codecs.qjl import QjlKey
@@ -26,6 +27,7 @@ __all__ = [
     "get", "pair", "names", "name_of", "register",
     "Raw", "RawKey", "Int8", "Int", "Fp8", "KiviKey", "KiviValue", "KVQuantKey", "KVQuantValue",
     "QjlKey", "TurboQuant", "TurboQuantMixed", "TurboQuantProd", "Pca", "PcaPreRope",
+    "Klt", "KltKey",
 ]  # fmt: skip
 
 _PAIRS: dict[str, tuple[Codec, Codec]] = {}
@@ -105,3 +107,4 @@ register("turboquant{}", TurboQuant, bits=range(1, 9))
 register("turboquant{}.5", TurboQuantMixed, bits=(2, 3))
 register("turboquant-prod{}", TurboQuantProd, bits=(2, 3, 4))
 register("pca{}", PcaPreRope, Pca, bits=(1, 2, 3, 4))
+register("klt{}", KltKey, Klt, bits=(1, 2, 3, 4, 5, 6))

@@ -50,6 +50,8 @@ class Codec(abc.ABC):
     pre_rope: ClassVar[bool] = False
     #: `calibrate` uses weights; the others refuse them
     uses_weights: ClassVar[bool] = False
+    #: `calibrate` takes `metric` `[K, H, H]`, E[g g^T] of the loss's gradients by an entry (`klt.py`)
+    uses_metric: ClassVar[bool] = False
 
     def check(self, *, head_dim: int, page_size: int, role: str) -> None:  # noqa: B027
         """Raises ValueError when this codec cannot hold pages of this shape. role: "k" or "v"."""

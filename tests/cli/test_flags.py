@@ -93,7 +93,7 @@ def test_dtype_halves_the_cache(ask, plain):
     (record,) = ask("hello", "--dtype", "bfloat16")
     assert (plain(ask)["dtype"], record["dtype"]) == ("float32", "bfloat16")
     parts, full = record["cache"]["bytes"], plain(ask)["cache"]["bytes"]
-    assert 2 * (parts["pages"] + parts["exact"]) == full["pages"] + full["exact"]
+    assert 2 * (parts["codes"] + parts["exact"]) == full["codes"] + full["exact"]
 
 
 def test_kv_cache_dtype_reaches_the_cache(ask, plain):
@@ -101,7 +101,7 @@ def test_kv_cache_dtype_reaches_the_cache(ask, plain):
     (codecs,) = record["cache"]["codecs"]
     assert codecs["k"].startswith("int8")
     assert codecs["v"].startswith("int8")
-    assert record["cache"]["bytes"]["pages"] < plain(ask)["cache"]["bytes"]["pages"]
+    assert record["cache"]["bytes"]["codes"] < plain(ask)["cache"]["bytes"]["codes"]
     (raw,) = plain(ask)["cache"]["codecs"]
     assert (raw["k"], raw["v"]) == ("raw", "raw")
 

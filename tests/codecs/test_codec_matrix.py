@@ -41,6 +41,8 @@ def bytes_per_token(codec, role, head_dim):
         return (head_dim * bits + codec.num_outliers(head_dim)) / 8 + 4
     if codec.name == "turboquant-prod":
         return head_dim * (bits - 1) / 8 + head_dim / 8 + 4
+    if codec.name == "klt":
+        return head_dim * bits / 8 + ((head_dim + 3) / PAGE if role == "k" else 1)
     assert codec.name == "pca"
     return head_dim * bits / 8
 
@@ -120,7 +122,7 @@ def bound(name, role):
         )  # its range is fixed: loud tokens are cut, at any number of bits
     plain = {"raw": 1e-12, "int8": 1e-3, "fp8": 3e-3, "qjl": 0.2}
     # one scale per token suffers from the outlier channels, a sketch is noisy
-    slack = {"int": 30, "pca": 8, "turboquant-prod": 16}.get(codec.name, 8)
+    slack = {"int": 30, "pca": 8, "klt": 12, "turboquant-prod": 16}.get(codec.name, 8)
     return plain.get(codec.name, slack * 4.0**-bits)
 
 
@@ -143,6 +145,7 @@ FAMILIES = [
     [f"turboquant{b}" for b in (1, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8)],
     [f"turboquant-prod{b}" for b in (2, 3, 4)],
     [f"pca{b}" for b in (1, 2, 3, 4)],
+    [f"klt{b}" for b in (1, 2, 3, 4)],
 ]
 
 
@@ -170,13 +173,13 @@ def test_edges_are_finite(name, role):
     for edge, make in EDGES.items():
         got = np.asarray(compiled(name, role, H)(make(x).astype(np.float32), q, p))
         assert np.isfinite(got).all(), edge
-        calibrated = codecs.get(name, role=role).name in ("kvquant", "pca")
+        calibrated = codecs.get(name, role=role).name in ("kvquant", "pca", "klt")
         if edge == "zeros" and not calibrated:
             assert not got.any()
 
 
 ONE_OF_EACH = ["raw", "int8", "int4-hadamard", "fp8", "kivi2", "kvquant3", "qjl", "turboquant3"]
-ONE_OF_EACH += ["turboquant2.5", "turboquant-prod3", "pca2"]
+ONE_OF_EACH += ["turboquant2.5", "turboquant-prod3", "pca2", "klt2"]
 
 
 @pytest.mark.parametrize(("name", "role"), [c for c in UNLIKE if c[0] in ONE_OF_EACH])
@@ -207,7 +210,7 @@ def test_query_and_output_sides_are_adjoint(name):
 
 
 def test_keys_and_values_differ_where_the_method_says_so():
-    for name in ("raw", "kivi2", "kivi4", "kvquant3", "qjl", "pca2"):
+    for name in ("raw", "kivi2", "kivi4", "kvquant3", "qjl", "pca2", "klt2"):
         key, value = codecs.pair(name)
         assert type(key) is not type(value)
     for name in ("int8", "int4", "fp8", "turboquant4"):

@@ -1,0 +1,99 @@
+"""Trellis-coded quantisation along tokens: b bits a number, levels of a quantiser of b+1.
+
+Marcellin & Fischer 1990 (https://doi.org/10.1109/26.46532), as in JPEG 2000 part 2. The 2^(b+1)
+levels form four interleaved subsets; the low bits of a channel's codes drive a shift register whose
+last four bits name the subset of each token, the other bits pick a level in it. Encoding is a
+Viterbi search over 8 states, decoding two xors more than a look-up. On N(0, 1) the squared error is
+0.83, 0.73, 0.68, 0.65 of Lloyd-Max's at 1 to 4 bits: a third of a bit for nothing but time.
+
+A page starts from state 0, so pages stay apart; tokens are axis -2.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt32
+
+from kvjax.codecs import codebook
+
+STATES = 8
+MAX_BITS = 6
+# Lloyd-Max levels of b+1 bits, drawn in a little: with these factors they are within 2 % of
+# levels trained for the trellis
+_SHRINK = {1: 0.79, 2: 0.835, 3: 0.855, 4: 0.88, 5: 0.90, 6: 0.92}
+
+#: squared error on N(0, 1) as a share of Lloyd-Max's, in pages of 128 tokens
+RELATIVE_ERROR = {1: 0.84, 2: 0.75, 3: 0.70, 4: 0.67, 5: 0.66, 6: 0.65}
+
+
+@functools.lru_cache(maxsize=8)
+def levels(bits: int) -> tuple[float, ...]:
+    """The 2**(bits+1) levels, ascending, for N(0, 1); level i is in subset i % 4."""
+    return tuple(_SHRINK[bits] * level for level in codebook.lloyd_max(bits + 1))
+
+
+def encode(x: Float[Array, "*lead T A"], bits: int) -> UInt32[Array, "*lead T A"]:
+    """Codes below 2**bits whose levels are nearest to each channel's numbers as a whole."""
+    x = jnp.moveaxis(x, -2, 0)  # T first, for the scans
+    index, distance = zip(*(_in_subset(x, levels(bits)[q::4]) for q in range(4)), strict=True)
+    index, distance = jnp.stack(index, 1), jnp.stack(distance, 1)  # T 4 ... A
+    register = np.arange(2 * STATES)
+    subset = _subset(register)
+
+    def forward(cost, d):
+        # state s is reached from s >> 1 with register s, or from s >> 1 | 4 with register s + 8
+        low = jnp.repeat(cost[: STATES // 2], 2, axis=0) + d[subset[:STATES]]
+        high = jnp.repeat(cost[STATES // 2 :], 2, axis=0) + d[subset[STATES:]]
+        came = jnp.sum((high < low).astype(jnp.uint32) << _column(np.arange(STATES), low), axis=0)
+        return jnp.minimum(low, high), came.astype(jnp.uint8)
+
+    start = _column(np.where(np.arange(STATES) == 0, 0.0, 1e30), distance[0, :1])
+    start = jnp.broadcast_to(start.astype(jnp.float32), (STATES, *x.shape[1:]))
+    cost, came = lax.scan(forward, start, distance)
+
+    def backward(state, step):
+        came, index = step
+        from_high = (came.astype(jnp.int32) >> state) & 1
+        register = state + STATES * from_high
+        in_subset = codebook.lookup(_subset(register).astype(jnp.uint32), list(index))
+        return register >> 1, in_subset.astype(jnp.uint32) * 2 + (register & 1).astype(jnp.uint32)
+
+    last = jnp.argmin(cost, axis=0).astype(jnp.int32)
+    _, codes = lax.scan(backward, last, (came, index), reverse=True)
+    return jnp.moveaxis(codes, 0, -2)
+
+
+def decode(codes: UInt32[Array, "*lead T A"], bits: int) -> Float[Array, "*lead T A"]:
+    """The level of each code."""
+    u = codes & 1
+    register = u | (_delay(u, 1) << 1) | (_delay(u, 2) << 2) | (_delay(u, 3) << 3)
+    return codebook.lookup(((codes >> 1) << 2) | _subset(register), levels(bits))
+
+
+def _subset(register):
+    """0 to 3, from the driving bit of this token (bit 0) and of the three before it."""
+    return ((register >> 2) & 1) | (((register ^ (register >> 1) ^ (register >> 3)) & 1) << 1)
+
+
+def _in_subset(
+    x: Float[Array, "*x"], subset: tuple[float, ...]
+) -> tuple[Float[Array, "*x"], Float[Array, "*x"]]:
+    """The nearest of a subset's levels, as a float for `lookup`, and its squared distance."""
+    if len(subset) == 1:
+        return jnp.zeros_like(x), (x - subset[0]) ** 2
+    index = codebook.nearest(x, codebook.midpoints(subset))
+    return index.astype(jnp.float32), (x - codebook.lookup(index, subset)) ** 2
+
+
+def _delay(u: UInt32[Array, "*lead T A"], tokens: int) -> UInt32[Array, "*lead T A"]:
+    kept = lax.slice_in_dim(u, 0, u.shape[-2] - tokens, axis=-2)
+    return jnp.pad(kept, [(0, 0)] * (u.ndim - 2) + [(tokens, 0), (0, 0)])
+
+
+def _column(values: np.ndarray, like: Array) -> Int[Array, "S *ones"]:
+    values = values.astype(np.uint32) if values.dtype.kind == "i" else values
+    return jnp.asarray(values).reshape(-1, *(1,) * (like.ndim - 1))
