@@ -23,7 +23,7 @@ from typing import Any
 
 DEFAULT_METHODS = (
     "raw,int8,fp8,int4,int4-hadamard,kivi4,kivi2,kvquant3,qjl,turboquant4,turboquant3.5,"
-    "turboquant3,turboquant2.5,turboquant2,turboquant-prod3,pca3,pca2"
+    "turboquant3,turboquant2.5,turboquant2,turboquant-prod3,pca3,pca2,recommended,aggressive"
 )
 INTERRUPTED = 130
 
@@ -42,10 +42,12 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     import kvjax
     from kvjax.evaluation.quality import Bench
+    from kvjax.presets import PRESETS
 
     names = list(dict.fromkeys(args.methods.split(",")))
     for name in names:
-        kvjax.CacheConfig.parse(name, page_size=args.page_size)
+        if name not in PRESETS:
+            kvjax.CacheConfig.parse(name, page_size=args.page_size)
     plot = _plot_path(args)
     # one program a method: the stacked form compiles in a tenth of the time
     model, tokenizer = kvjax.load(args.model, form="stacked")
@@ -172,15 +174,15 @@ def _print_table(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", no_wrap=True)
     for heading in (
-        "bits K/V", "bits", "perplexity", "KL nats/token", "top-1 %", "passkey", "B/token",
-        "ratio", "cache KiB", "s",
+        "bits\nK/V", "bits\nmean", "perplexity", "KL\nnats/token", "top-1\n%", "passkey", "B/token",
+        "ratio", "cache\nKiB", "s",
     ):  # fmt: skip
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*cells(row))
     console = Console()
     if not console.is_terminal:
-        console = Console(width=130)
+        console = Console(width=140)
     console.print(table)
     n = rows[0]["tokens"] if rows else 0
     print(
@@ -223,11 +225,17 @@ def draw(rows: list[dict[str, Any]], path: Path, about: dict[str, Any]) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
     kept = [row for row in rows if row["kl"] > 1e-7]  # raw is at 0, off a log axis
-    for row in kept:
+    for i, row in enumerate(sorted(kept, key=lambda row: row["effective_bits"]["mean"])):
         x, y = row["effective_bits"]["mean"], row["kl"]
         color = "tab:orange" if row["calibrated"] else "tab:blue"
         axes.errorbar(x, y, yerr=min(row["kl_se"], 0.9 * y), fmt="o", color=color, ms=5, lw=1)
-        axes.annotate(row["method"], (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8)
+        axes.annotate(
+            row["method"],
+            (x, y),
+            xytext=(5, (4, -10)[i % 2]),
+            textcoords="offset points",
+            fontsize=8,
+        )
     axes.set_yscale("log")
     axes.set_xlabel("effective bits of a sealed number (keys and values, with scales)")
     axes.set_ylabel("KL to the dense model, nats a token")

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,8 +79,35 @@ def calibrate(
     out: list[tuple[Params, Params]] = [({}, {})] * len(specs)
     for layers in _blocks(tuned, rows, specs[0], fisher, block_bytes):
         for layer, samples in _collect(model, rows, layers, specs, fisher):
-            out[layer] = _fit(specs[layer], *samples)
+            out[layer] = _fit(specs[layer], samples)
     return out
+
+
+class Samples(NamedTuple):
+    """What one layer's codecs are fitted to: `[keys, values]`, arrays `[K, S, H]`."""
+
+    entries: list[np.ndarray]
+    gradients: list[np.ndarray] | None  # of the summed loss by each entry
+
+
+def collect(model: Transformer, tokens: Any, config: CacheConfig) -> list[Samples]:
+    """Every layer's samples with their gradients, all in host memory: for codecs that are chosen
+    after a look at them. Keys are before RoPE where the codec of `config` keeps them so."""
+    specs = _by_layer(model, config)
+    rows = _rows(model.config, tokens, specs[0].sinks)
+    layers = list(range(len(specs)))
+    return [samples for _, samples in _collect(model, rows, layers, specs, True)]
+
+
+def fit(model: Transformer, config: CacheConfig, collected: Sequence[Samples]) -> Calibration:
+    """The params of `config`'s codecs from samples of `collect`."""
+    specs = _by_layer(model, config)
+    return [_fit(spec, samples) for spec, samples in zip(specs, collected, strict=True)]
+
+
+def metric(gradients: np.ndarray) -> np.ndarray:
+    """E[g g^T] `[K, H, H]` of gradients `[K, S, H]`: what an error costs by its direction."""
+    return np.swapaxes(gradients, 1, 2) @ gradients / gradients.shape[1]
 
 
 def save(path: str | Path, model: Transformer, config: CacheConfig, params: Calibration) -> None:
@@ -285,8 +312,8 @@ def _collect(
     layers: list[int],
     specs: Sequence[GroupSpec],
     fisher: bool,
-) -> Iterator[tuple[int, tuple[list[np.ndarray], list[np.ndarray] | None]]]:
-    """(layer, ([keys, values], their gradients or None)), arrays `[K, S, H]` over all rows."""
+) -> Iterator[tuple[int, Samples]]:
+    """(layer, its samples over all rows)."""
     graphdef, state = nnx.split(model)
     pre = tuple(spec.k_codec.pre_rope for spec in specs)
     sinks, size = specs[0].sinks, -(-max(row.size for row in rows) // LOSS_CHUNK) * LOSS_CHUNK
@@ -301,12 +328,10 @@ def _collect(
     for i, layer in enumerate(layers):
         each = [np.concatenate([part[n][i] for part in parts]) for n in range(len(parts[0]))]
         each = [np.ascontiguousarray(np.swapaxes(x, 0, 1)) for x in each]
-        yield layer, (each[:2], each[2:] or None)
+        yield layer, Samples(each[:2], each[2:] or None)
 
 
-def _fit(
-    spec: GroupSpec, samples: list[np.ndarray], gradients: list[np.ndarray] | None
-) -> tuple[Params, Params]:
+def _fit(spec: GroupSpec, samples: Samples) -> tuple[Params, Params]:
     out: list[Params] = []
     for role, codec in enumerate(_pair(spec)):
         shape = {"num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
@@ -314,12 +339,11 @@ def _fit(
             out.append({})
             continue
         how: dict[str, np.ndarray] = {}
-        if gradients is not None and codec.uses_weights:
-            how["weights"] = np.square(gradients[role])
-        if gradients is not None and codec.uses_metric:
-            g = gradients[role]
-            how["metric"] = np.swapaxes(g, 1, 2) @ g / g.shape[1]  # K H H
-        params = codec.calibrate(samples[role], **how)
+        if samples.gradients is not None and codec.uses_weights:
+            how["weights"] = np.square(samples.gradients[role])
+        if samples.gradients is not None and codec.uses_metric:
+            how["metric"] = metric(samples.gradients[role])
+        params = codec.calibrate(samples.entries[role], **how)
         files.check_params(codec, params, **shape)
         out.append(params)
     return out[0], out[1]

@@ -206,6 +206,8 @@ def group_specs(
 def _warn_low_bits(spec: GroupSpec) -> None:
     """Keys suffer first: an error in a score is multiplied by exp, and on grouped-query models by
     every query head that reads the key (measured: tests/cache/test_oracles_codecs.py)."""
+    if spec.k_codec.uses_metric:  # bits go where the loss allows them: there is no floor by number
+        return
     shape = {"num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
     floor = KEY_BIT_FLOORS[bool(spec.k_codec.param_shapes(**shape))]
     bits = bits_of(spec.k_codec, spec)[0]

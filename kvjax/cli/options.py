@@ -170,7 +170,9 @@ def _add_cache(parser: Parser) -> None:
         "--kv-cache-dtype",
         default="raw",
         metavar="CODEC",
-        help="how sealed keys and values are stored (default: raw, in the model's dtype)",
+        help="how sealed keys and values are stored: a codec (int8, turboquant4, ...), KEYS+VALUES,"
+        " or a preset: recommended (about 4 bits), aggressive (2.25); default: raw, the model's"
+        " dtype",
     )
     group.add_argument("--kv-k", metavar="CODEC", help="another codec for keys")
     group.add_argument("--kv-v", metavar="CODEC", help="another codec for values")

@@ -37,20 +37,10 @@ def open_session(args: argparse.Namespace) -> Session:
     from kvjax.checkpoints.load import load
     from kvjax.checkpoints.source import DEFAULT_NAMES
     from kvjax.config import CacheConfig
+    from kvjax.presets import PRESETS
 
-    fields = {
-        "page_size": args.page_size,
-        "sinks": args.sinks,
-        "recent": args.recent,
-        "calibration": args.kv_calibration,
-    }
-    cache_config = CacheConfig.parse(
-        args.kv_cache_dtype,
-        k=args.kv_k,
-        v=args.kv_v,
-        layers=args.kv_layers,
-        **{name: value for name, value in fields.items() if value is not None},
-    )
+    preset = args.kv_cache_dtype if args.kv_cache_dtype in PRESETS else None
+    cache_config = CacheConfig() if preset else _cache_config(args)
     dtype = args.dtype
     if dtype == "auto":
         dtype = "float32" if platform == "cpu" else "bfloat16"
@@ -61,7 +51,42 @@ def open_session(args: argparse.Namespace) -> Session:
     with stage(f"loading {name} as {dtype} on {platform}"):
         model, tokenizer = load(args.model, dtype=dtype)
     seconds = time.perf_counter() - began
+    if preset:
+        cache_config = _preset(args, preset, model, tokenizer)
     return Session(model, tokenizer, cache_config, name, dtype, platform, seconds)
+
+
+def _cache_config(args: argparse.Namespace) -> CacheConfig:
+    from kvjax.config import CacheConfig
+
+    return CacheConfig.parse(
+        args.kv_cache_dtype,
+        k=args.kv_k,
+        v=args.kv_v,
+        layers=args.kv_layers,
+        **_given(args, page_size="page_size", sinks="sinks", recent="recent")
+        | _given(args, calibration="kv_calibration"),
+    )
+
+
+def _preset(args: argparse.Namespace, name: str, model: Transformer, tokenizer: Any) -> CacheConfig:
+    from kvjax import presets
+    from kvjax.config import need
+
+    for option in ("kv_k", "kv_v", "kv_layers", "kv_calibration"):
+        value = getattr(args, option)
+        need(value is None, option.replace("_", "-"), f"none with the preset {name!r}", value)
+    fields = _given(args, page_size="page_size", sinks="sinks", recent="recent")
+    if presets.kept(model, name).with_suffix(".json").is_file():
+        return presets.prepare(model, tokenizer, name, **fields)
+    with stage(f"fitting the cache to the model, once ({name}; minutes on a CPU)"):
+        return presets.prepare(model, tokenizer, name, **fields)
+
+
+def _given(args: argparse.Namespace, **options: str) -> dict[str, Any]:
+    """Fields whose options were given."""
+    values = {field: getattr(args, option) for field, option in options.items()}
+    return {field: value for field, value in values.items() if value is not None}
 
 
 def warm_up(engine: Engine, longest: int, *, kept: bool) -> Compiled:

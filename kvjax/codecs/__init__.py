@@ -63,7 +63,8 @@ def pair(name: str, **fields: Any) -> tuple[Codec, Codec]:
     for field in fields:
         if field not in known:
             raise ValueError(f"codec {name}: no field {field!r}.{_near(field, known)}")
-    return tuple(_replace(codec, fields) for codec in _PAIRS[name])
+    key, value = _PAIRS[name]
+    return _replace(key, fields), _replace(value, fields)
 
 
 def get(name: str, *, role: str = "k", **fields: Any) -> Codec:

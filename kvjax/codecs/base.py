@@ -50,7 +50,7 @@ class Codec(abc.ABC):
     pre_rope: ClassVar[bool] = False
     #: `calibrate` uses weights; the others refuse them
     uses_weights: ClassVar[bool] = False
-    #: `calibrate` takes `metric` `[K, H, H]`, E[g g^T] of the loss's gradients by an entry (`klt.py`)
+    #: `calibrate` takes `metric` `[K, H, H]`: E[g g^T], g the loss's gradient by an entry
     uses_metric: ClassVar[bool] = False
 
     def check(self, *, head_dim: int, page_size: int, role: str) -> None:  # noqa: B027

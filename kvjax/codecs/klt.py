@@ -40,6 +40,7 @@ from kvjax.codecs.base import (
 )
 
 MAX_BITS = 8
+_SCALED = 0.6  # what a scale per token leaves of the cost of values (SmolLM2, 3 bits)
 _STEPS = 16  # of a token's scale in a factor of two; a byte spans 2^-8 to 2^8
 
 
@@ -186,7 +187,9 @@ class Klt(Codec):
                 read = levels[np.searchsorted(bounds, u[..., j] / (c * scale[..., 0]))]
                 read = read * c * scale[..., 0]
                 error = np.mean((read - u[..., j]) ** 2, axis=1)
-                lost = 1 - np.mean(read * u[..., j], axis=1) / np.mean(u[..., j] ** 2 + 1e-30, axis=1)
+                lost = 1 - np.mean(read * u[..., j], axis=1) / np.mean(
+                    u[..., j] ** 2 + 1e-30, axis=1
+                )
                 better = error < best
                 best = np.where(better, error, best)
                 reach[:, j] = np.where(better, c, reach[:, j])
@@ -207,7 +210,9 @@ class Klt(Codec):
     def _along_axes(self, codes: Codes, params: Params) -> Float[Array, "*lead T H"]:
         z = self._from_words(codes, params)
         for i in range(self.outliers):
-            token = lax.broadcasted_iota(jnp.int32, (1,) * (z.ndim - 2) + (z.shape[-2], 1), z.ndim - 2)
+            token = lax.broadcasted_iota(
+                jnp.int32, (1,) * (z.ndim - 2) + (z.shape[-2], 1), z.ndim - 2
+            )
             at = codes["outlier_index"][..., i, None, None].astype(jnp.int32)
             error = codes["outlier"][..., i, :].astype(jnp.float32)
             error *= codes["outlier_scale"][..., i, None].astype(jnp.float32)
@@ -228,9 +233,7 @@ class Klt(Codec):
         width = per_head(params["spread"] * params["gain"], u)
         return u * width + per_head(params["offset"], u)
 
-    def _take_outliers(
-        self, z: Float[Array, "*lead T H"], codes: Codes, params: Params
-    ) -> Codes:
+    def _take_outliers(self, z: Float[Array, "*lead T H"], codes: Codes, params: Params) -> Codes:
         error = z - self._from_words(codes, params)
         index = lax.top_k(jnp.sum(error**2, axis=-1), self.outliers)[1]
         error = jnp.take_along_axis(error, index[..., None], axis=-2)  # ... n H
@@ -290,12 +293,20 @@ def axes(
 
 
 def plan(
-    keys: np.ndarray, values: np.ndarray, bits: float, *, low: int = 1, high: int = 6
+    keys: np.ndarray,
+    values: np.ndarray,
+    bits: float,
+    *,
+    low: int = 1,
+    high: int = 6,
+    paired: bool = False,
 ) -> list[tuple[int, int]]:
     """(bits of keys, bits of values) of each layer, `bits` on average, for the least cost.
 
     keys, values: `[L, K, H]`, the variances of `axes` of each layer, all under the loss's metric.
-    Outliers and scales come on top: 0.095 bits a number at head dim 64, pages of 128.
+    Outliers and scales come on top: 0.095 bits a number at head dim 64, pages of 128. paired: keys
+    and values of a layer get the same bits; layers then form fewer groups, each of which is
+    compiled apart.
     """
     spectra = (np.asarray(keys), np.asarray(values))
     H = spectra[0].shape[-1]
@@ -308,14 +319,18 @@ def plan(
             each = [own for own, n in runs for _ in range(n)]
             each += [0] * (H - len(each))
             cost[role, b] = np.einsum("lkh,h->l", spectrum, error[each])
-    chosen = np.full((2, len(spectra[0])), low)
+            if codec().token_scale:
+                cost[role, b] *= _SCALED
+    if paired:
+        cost = cost.sum(axis=0, keepdims=True)
+    chosen = np.full((len(cost), len(spectra[0])), low)
     role, layer = np.indices(chosen.shape)
     for _ in range(int((bits - low) * chosen.size + 1e-6)):
         above = np.minimum(chosen + 1, high)
         saved = cost[role, chosen, layer] - cost[role, above, layer]
         best = np.unravel_index(np.argmax(np.where(chosen < high, saved, -1)), chosen.shape)
         chosen[best] += 1
-    return [(int(k), int(v)) for k, v in chosen.T]
+    return [(int(each[0]), int(each[-1])) for each in chosen.T]
 
 
 def layers_option(plan: list[tuple[int, int]]) -> str:

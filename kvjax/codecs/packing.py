@@ -9,6 +9,9 @@ array `[..., T*b/32, H]` for every b, with no padding.
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, UInt32
@@ -44,13 +47,13 @@ def pack(codes: UInt32[Array, "*lead T H"], bits: int) -> UInt32[Array, "*lead W
 def unpack(words: UInt32[Array, "*lead W H"], bits: int) -> UInt32[Array, "*lead T H"]:
     """The inverse of `pack`."""
     tokens = words.shape[-2] * 32 // bits
-    codes, row, offset = None, 0, 0
+    parts, row, offset = [], 0, 0
     for width in planes(bits):
         rows = tokens * width // 32
         plane = _unpack_plane(lax.slice_in_dim(words, row, row + rows, axis=-2), width)
-        codes = plane if codes is None else codes | (plane << offset)
+        parts.append(plane << offset if offset else plane)
         row, offset = row + rows, offset + width
-    return codes
+    return functools.reduce(operator.or_, parts)
 
 
 def _shifts(ndim: int, width: int) -> UInt32[Array, "*ones F 1"]:

@@ -114,7 +114,7 @@ class TurboQuantMixed(Codec):
         return max(8, 8 * round(head_dim / 32))
 
     def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
-        codes = {}
+        codes: Codes = {}
         for part, tag, piece in self._split(self._ordered(x, params)):
             codes |= {f"{leaf}_{tag}": v for leaf, v in part.encode(piece, {}).items()}
         return codes

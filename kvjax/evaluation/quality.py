@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import calibration
+from kvjax import calibration, presets
 from kvjax.cache import LowBitKeysWarning, cache_report
 from kvjax.cache.kv_cache import group_specs
 from kvjax.cache.report import mean_bits
@@ -54,17 +54,15 @@ class Bench:
     def __init__(self, model: Transformer, task: Task):
         self.model, self.task = model, task
         self.dense = dense_states(model, task.tokens)
+        self.collected: list[calibration.Samples] | None = None  # for presets
 
     def row(self, name: str) -> dict[str, Any]:
         """The method's row; its seconds are those of the whole row, compiling included."""
         began = time.perf_counter()
         task = self.task
-        config = CacheConfig.parse(
-            name, page_size=task.page_size, sinks=task.sinks, recent=task.recent
-        )
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore", LowBitKeysWarning)  # the table is the warning
-            config, calibrated = self._calibrated(config, task.files or Path(folder))
+            config, calibrated = self._config(name, task.files or Path(folder))
             states, cache = cached_states(
                 self.model, task.tokens, config=config, chunk=task.chunk, max_len=task.max_len
             )
@@ -83,6 +81,18 @@ class Bench:
         row |= self._sizes(config)
         row["run_report"] = cache_report(cache)
         return row | {"seconds": time.perf_counter() - began}
+
+    def _config(self, name: str, folder: Path) -> tuple[CacheConfig, bool]:
+        """The cache of a method, and whether it was calibrated."""
+        task = self.task
+        shape = {"page_size": task.page_size, "sinks": task.sinks, "recent": task.recent}
+        if name not in presets.PRESETS:
+            return self._calibrated(CacheConfig.parse(name, **shape), folder)
+        if self.collected is None:
+            self.collected = presets.collect(self.model, task.calibration_rows)
+        path = folder / f"{name}.safetensors"
+        config = presets.make(self.model, self.collected, presets.PRESETS[name], path)
+        return dataclasses.replace(config, calibration=str(path), **shape), True
 
     def _calibrated(self, config: CacheConfig, folder: Path) -> tuple[CacheConfig, bool]:
         if not calibration.needs_calibration(self.model.config, config):

@@ -60,7 +60,7 @@ def test_table_json_and_resume(run, program, capsys, monkeypatch):
     assert pca3["sealed_bytes_per_token"] == 2 * 2 * 2 * 32 * 3 / 8
     assert saved["about"]["calibration_tokens"] == 4096
     shown = capsys.readouterr().out
-    for word in ("raw", "int4", "pca3*", "KL nats/token", "192 scored", "calibrated on 4096"):
+    for word in ("raw", "int4", "pca3*", "nats/token", "192 scored", "calibrated on 4096"):
         assert word in shown
 
     assert run("--methods", METHODS, "--no-plot", "--chunk", "16")[0] == 2
