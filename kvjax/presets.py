@@ -25,8 +25,8 @@ from kvjax.config import CacheConfig, near, need
 if TYPE_CHECKING:
     from kvjax.model import Transformer
 
-#: name -> (bits of a cached number on average, the fewest and the most of a layer), before scales
-#: and outliers, which are 0.095 bits at head dim 64. Three levels make at most three groups of layers.
+#: name -> (bits of a cached number on average, fewest and most of a layer), before scales and
+#: outliers, which are 0.095 bits at head dim 64. Three levels make at most three groups of layers.
 PRESETS = {"recommended": (3.9, 3, 5), "aggressive": (2.15, 1, 3)}
 TEXT, ROWS, ROW_TOKENS = "docstrings+licences", 4, 1024
 _FORMAT = 2  # of the kept files; raise it when what they mean changes
@@ -69,7 +69,10 @@ def collect(model: Transformer, tokens: np.ndarray) -> list[calibration.Samples]
 
 
 def make(
-    model: Transformer, collected: list[calibration.Samples], budget: tuple[float, int, int], path: Path
+    model: Transformer,
+    collected: list[calibration.Samples],
+    budget: tuple[float, int, int],
+    path: Path,
 ) -> CacheConfig:
     """Fits transform coding within a budget as in `PRESETS` and writes it to `path`.
 

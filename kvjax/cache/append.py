@@ -84,7 +84,7 @@ def _write_token(spec, exact, x, length, new, *, tokens_last: bool) -> Array:
     rows = jnp.arange(exact.shape[1])
     update = jnp.moveaxis(x[:, :, 0], 1, 0)  # B slots K H: indexed axes go first
     where = (slice(None), rows, slice(None), slice(None), slot)
-    at = exact.at[where] if tokens_last else exact.at[where[:3] + (slot,)]
+    at = exact.at[where] if tokens_last else exact.at[(*where[:3], slot)]
     return at.set(update, mode="drop", unique_indices=True)
 
 

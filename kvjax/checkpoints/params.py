@@ -98,7 +98,8 @@ def _read(name: str, tensor, want: tuple[int, ...], transpose: bool) -> np.ndarr
     if shape != tuple(want):
         raise ValueError(
             f"{name}: expected shape {tuple(want)[::-1] if transpose else tuple(want)} from the "
-            f"config, got {tuple(tensor.shape)}. The checkpoint and its config do not belong together."
+            f"config, got {tuple(tensor.shape)}. The checkpoint and its config do not belong"
+            " together."
         )
     data = tensor.read()
     return data.T if transpose else data

@@ -135,7 +135,7 @@ class Klt(Codec):
 
     def param_shapes(self, *, num_kv_heads: int, head_dim: int) -> Shapes:
         K, H = num_kv_heads, head_dim
-        widths = {"analysis": (K, H, H), "synthesis": (K, H, H)}
+        widths: dict[str, tuple[int, ...]] = {"analysis": (K, H, H), "synthesis": (K, H, H)}
         widths |= {"offset": (K, H), "spread": (K, H), "gain": (K, H)}
         return {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in widths.items()}
 
@@ -324,10 +324,10 @@ def plan(
     if paired:
         cost = cost.sum(axis=0, keepdims=True)
     chosen = np.full((len(cost), len(spectra[0])), low)
-    role, layer = np.indices(chosen.shape)
+    roles, layers = np.indices(chosen.shape)
     for _ in range(int((bits - low) * chosen.size + 1e-6)):
         above = np.minimum(chosen + 1, high)
-        saved = cost[role, chosen, layer] - cost[role, above, layer]
+        saved = cost[roles, chosen, layers] - cost[roles, above, layers]
         best = np.unravel_index(np.argmax(np.where(chosen < high, saved, -1)), chosen.shape)
         chosen[best] += 1
     return [(int(each[0]), int(each[-1])) for each in chosen.T]

@@ -39,8 +39,9 @@ def levels(bits: int) -> tuple[float, ...]:
 def encode(x: Float[Array, "*lead T A"], bits: int) -> UInt32[Array, "*lead T A"]:
     """Codes below 2**bits whose levels are nearest to each channel's numbers as a whole."""
     x = jnp.moveaxis(x, -2, 0)  # T first, for the scans
-    index, distance = zip(*(_in_subset(x, levels(bits)[q::4]) for q in range(4)), strict=True)
-    index, distance = jnp.stack(index, 1), jnp.stack(distance, 1)  # T 4 ... A
+    each = [_in_subset(x, levels(bits)[q::4]) for q in range(4)]
+    index = jnp.stack([i for i, _ in each], 1)  # T 4 ... A
+    distance = jnp.stack([d for _, d in each], 1)
     register = np.arange(2 * STATES)
     subset = _subset(register)
 

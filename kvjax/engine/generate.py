@@ -27,6 +27,9 @@ from kvjax.model import Transformer, padding
 PREFILL_BUCKETS = (32, 128, 512)
 
 
+GREEDY = SamplingParams()
+
+
 @dataclasses.dataclass(frozen=True)
 class Generated:
     """What came out, one entry a row.
@@ -77,7 +80,7 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         *,
         max_tokens: int,
-        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
     ) -> Generation:
         """Prefills the prompts and chooses each row's first token."""
         need(isinstance(max_tokens, int) and max_tokens > 0, "max_tokens", "an int > 0", max_tokens)
@@ -341,7 +344,8 @@ def _refuse_hidden_padding(model: Transformer, array: np.ndarray) -> None:
     need(
         not ends.any(),
         "lengths, mask",
-        f"one of them, as rows {np.flatnonzero(ends).tolist()} begin or end with pad_token_id={pad}",
+        f"one of them, as rows {np.flatnonzero(ends).tolist()} begin or end with"
+        f" pad_token_id={pad}",
         "neither",
         "Pass lengths= (right padding) or mask= (either side).",
     )

@@ -85,7 +85,11 @@ class Bench:
     def _config(self, name: str, folder: Path) -> tuple[CacheConfig, bool]:
         """The cache of a method, and whether it was calibrated."""
         task = self.task
-        shape = {"page_size": task.page_size, "sinks": task.sinks, "recent": task.recent}
+        shape: dict[str, Any] = {
+            "page_size": task.page_size,
+            "sinks": task.sinks,
+            "recent": task.recent,
+        }
         if name not in presets.PRESETS:
             return self._calibrated(CacheConfig.parse(name, **shape), folder)
         if self.collected is None:
