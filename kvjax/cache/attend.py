@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.spec import GroupSpec
-from kvjax.codecs.base import Params
+from kvjax.codecs.base import Codec, Params
 from kvjax.config import RopeConfig
 from kvjax.layers.rope import apply_rope, rope_tables
 from pallas_kernels.flash_attention import causal_partial
@@ -54,7 +54,7 @@ def attend_group(
     B, T, K, G, H = chunk.q.shape
     part = merge(_exact_part(group, slot, chunk), _chunk_part(chunk))
     if group.spec.pages_per_row:
-        part = merge(part, _paged_part(group, slot, chunk))
+        part = _paged_part(group, slot, chunk, part)
     out = finish(part).astype(chunk.q.dtype).reshape(B, K, G, T, H)
     return jnp.moveaxis(out, 3, 1)  # B T K G H
 
@@ -80,7 +80,8 @@ def _chunk_part(chunk: Chunk) -> Partial:
     return Partial(jnp.broadcast_to(v, rows.shape), score, jnp.ones_like(score))
 
 
-def _paged_part(group: LayerGroup, slot: Any, chunk: Chunk) -> Partial:
+def _paged_part(group: LayerGroup, slot: Any, chunk: Chunk, others: Partial) -> Partial:
+    """The pages' part merged into the others; while they are read, where values need no way back."""
     spec: GroupSpec = group.spec
     k_codec, v_codec = spec.k_codec, spec.v_codec
     k_params, v_params = _params(group.k_params, slot), _params(group.v_params, slot)
@@ -95,6 +96,7 @@ def _paged_part(group: LayerGroup, slot: Any, chunk: Chunk) -> Partial:
             k_t = jnp.moveaxis(flat.reshape(k_t.shape), 3, 1)
         return k_t
 
+    plain = type(v_codec).finish_output is Codec.finish_output
     part = paged_partial(
         k_codec.prepare_query(q, k_params).astype(dtype),
         group.k_pages,
@@ -105,8 +107,12 @@ def _paged_part(group: LayerGroup, slot: Any, chunk: Chunk) -> Partial:
         decode_v=lambda codes, tokens: v_codec.decode(codes, v_params, dtype),
         page_size=spec.page_size,
         scale=chunk.scale,
+        start=others if plain else None,
     )
-    return part._replace(acc=v_codec.finish_output(part.acc, v_params).astype(jnp.float32))
+    if plain:
+        return part
+    acc = v_codec.finish_output(part.acc, v_params).astype(jnp.float32)
+    return merge(others, part._replace(acc=acc))
 
 
 def _rope_tile(k_t: Float[Array, "B K H S"], rope: tuple[Array, Array]) -> Float[Array, "B K H S"]:

@@ -32,6 +32,7 @@ def paged_partial(
     page_size: int,
     scale: float,
     tile_tokens: int = 128,
+    start: Partial | None = None,
 ) -> Partial:
     """Attention of every query to the first `used[b]` pages of its row; `acc [B, K, Q, R]`.
 
@@ -39,7 +40,7 @@ def paged_partial(
     `[B, n, K, ...]`, and the numbers of their tokens among the row's paged tokens `[n S]`, into
     keys `[B, n, K, H, S]`; decode_v into values `[B, n, K, S, R]`. Page 0 of the pool is the null
     page: all zeros, read in place of any page past `used`, so whatever unused pages hold is never
-    touched.
+    touched. start: attention to other keys, in the same space of values, to merge into.
     """
     B, K, Q, _ = q.shape
     tile = max(1, min(tile_tokens // page_size, table.shape[1]))
@@ -61,10 +62,14 @@ def paged_partial(
 
     shape = (B, K, Q)
     out_dim = jax.eval_shape(load, 0)[1].shape[-1]
-    empty = Partial(jnp.zeros((*shape, out_dim)), jnp.full(shape, MASKED), jnp.zeros(shape))
+    if start is None:
+        start = Partial(jnp.zeros((*shape, out_dim)), jnp.full(shape, MASKED), jnp.zeros(shape))
     tiles = (jnp.max(used) + tile - 1) // tile
-    return jax.lax.fori_loop(0, tiles, body, empty)
+    return jax.lax.fori_loop(0, tiles, body, start)
 
 
 def _gather(pages: Any, ids: Array) -> Any:
+    if ids.size == 1:  # a slice: XLA's CPU backend copies it faster than it gathers
+        page = ids.reshape(())
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, page, 1)[None], pages)
     return jax.tree.map(lambda leaf: leaf.at[ids].get(mode="promise_in_bounds"), pages)
