@@ -256,7 +256,7 @@ def _plot_path(args: argparse.Namespace) -> Path | None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ValueError(
-            "plot: matplotlib is not installed. pip install matplotlib, or give --no-plot."
+            "plot: matplotlib is not installed. pip install 'kvjax[plot]', or give --no-plot."
         ) from None
     return Path(path)
 
