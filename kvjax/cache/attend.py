@@ -81,7 +81,7 @@ def _chunk_part(chunk: Chunk) -> Partial:
 
 
 def _paged_part(group: LayerGroup, slot: Any, chunk: Chunk, others: Partial) -> Partial:
-    """The pages' part merged into the others; while they are read, where values need no way back."""
+    """The pages' part merged into the others, while they are read where values need no way back."""
     spec: GroupSpec = group.spec
     k_codec, v_codec = spec.k_codec, spec.v_codec
     k_params, v_params = _params(group.k_params, slot), _params(group.v_params, slot)
