@@ -38,6 +38,7 @@ from kvjax.codecs.base import (
     need_role,
     per_head,
 )
+from kvjax.codecs.pca import need_allocation, need_every_axis
 
 MAX_BITS = 8
 _SCALED = 0.6  # what a scale per token leaves of the cost of values (SmolLM2, 3 bits)
@@ -83,22 +84,12 @@ class Klt(Codec):
     trellis: bool = True
 
     def __post_init__(self):
-        given = self.allocation or ()
-        if not 0 < self.bits <= MAX_BITS:
-            raise ValueError(f"klt: bits: expected 0 to {MAX_BITS}, got {self.bits}.")
+        need_allocation(self.name, self.bits, self.allocation, MAX_BITS)
         if self.outliers < 0:
             raise ValueError(f"klt: outliers: expected 0 or more a page, got {self.outliers}.")
-        if list(given) != sorted(given, reverse=True) or not all(0 <= b <= MAX_BITS for b in given):
-            raise ValueError(
-                f"klt: allocation: expected 0 to {MAX_BITS} bits, not increasing, got {given}."
-            )
 
     def check(self, *, head_dim: int, page_size: int, role: str) -> None:
-        if self.allocation and len(self.allocation) != head_dim:
-            raise ValueError(
-                f"klt: allocation: expected one entry for each of head_dim={head_dim} axes, "
-                f"got {len(self.allocation)}."
-            )
+        need_every_axis(self.name, self.allocation, head_dim)
         if self.outliers > page_size or (self.outliers and page_size > 256):
             raise ValueError(
                 f"klt: outliers: {self.outliers} of a page need page_size at most 256 and at least "

@@ -50,6 +50,26 @@ def allocate(variances: np.ndarray, bits: int | float) -> tuple[int, ...]:
     return tuple(sorted(map(int, counts), reverse=True))
 
 
+def need_allocation(codec: str, bits: float, allocation: tuple[int, ...] | None, most: int) -> None:
+    """Raises ValueError on a budget or on bits of axes that transform coding cannot spend."""
+    given = allocation or ()
+    if not 0 < bits <= most:
+        raise ValueError(f"{codec}: bits: expected 0 to {most}, got {bits}.")
+    if list(given) != sorted(given, reverse=True) or not all(0 <= b <= most for b in given):
+        raise ValueError(
+            f"{codec}: allocation: expected 0 to {most} bits, not increasing, got {given}."
+        )
+
+
+def need_every_axis(codec: str, allocation: tuple[int, ...] | None, head_dim: int) -> None:
+    """Raises ValueError unless an allocation that is given has an entry for each axis."""
+    if allocation and len(allocation) != head_dim:
+        raise ValueError(
+            f"{codec}: allocation: expected one entry for each of head_dim={head_dim} axes, "
+            f"got {len(allocation)}."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Pca(Codec):
     """Values, or keys after RoPE; decodes along the principal axes.
@@ -66,20 +86,10 @@ class Pca(Codec):
     token_scale: bool = False
 
     def __post_init__(self):
-        given = self.allocation or ()
-        if not 0 < self.bits <= MAX_BITS:
-            raise ValueError(f"pca: bits: expected 0 to {MAX_BITS}, got {self.bits}.")
-        if list(given) != sorted(given, reverse=True) or not all(0 <= b <= MAX_BITS for b in given):
-            raise ValueError(
-                f"pca: allocation: expected 0 to {MAX_BITS} bits, not increasing, got {given}."
-            )
+        need_allocation(self.name, self.bits, self.allocation, MAX_BITS)
 
     def check(self, *, head_dim: int, page_size: int, role: str) -> None:
-        if self.allocation and len(self.allocation) != head_dim:
-            raise ValueError(
-                f"pca: allocation: expected one entry for each of head_dim={head_dim} axes, "
-                f"got {len(self.allocation)}."
-            )
+        need_every_axis(self.name, self.allocation, head_dim)
         for bits, _ in self._runs(head_dim):
             packing.check(bits, page_size)
 

@@ -152,3 +152,21 @@ def test_a_missing_calibration_file_is_named(cli):
     outcome = cli("hello", "--kv-cache-dtype", "kvquant4", "--kv-calibration", "/no/such")
     assert outcome.code == 2
     assert "/no/such" in outcome.err
+
+
+def test_a_preset_fits_the_cache_once(ask, cli, tmp_path, monkeypatch):
+    import numpy as np
+
+    from kvjax import presets
+    from kvjax.evaluation import texts
+
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+    rows = np.random.default_rng(0).integers(3, 256, (2, 160)).astype(np.int32)
+    monkeypatch.setattr(texts, "windows", lambda *a, **k: rows)
+    (record,) = ask("hello", "--kv-cache-dtype", "aggressive")
+    assert all(group["k"].startswith("klt") for group in record["cache"]["codecs"])
+    monkeypatch.setattr(presets, "collect", None)  # the second start fits nothing
+    assert ask("hello", "--kv-cache-dtype", "aggressive")[0]["text"] == record["text"]
+    refused = cli("hello", "--kv-cache-dtype", "aggressive", "--kv-k", "int8")
+    assert refused.code == 2
+    assert "kv-k" in refused.err
