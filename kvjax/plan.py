@@ -3,7 +3,7 @@
 Per group of layers with the same codecs, with n layers, B rows, K KV heads of dim H, E exact slots
 and M sealed pages a row:
 
-    codes        (1 + n B M) (bytes of a key page + bytes of a value page), without
+    codes        n B M (bytes of a key page + bytes of a value page), without
     scales       what travels with them, likewise
     exact        2 n B K H E itemsize,       E = sinks + recent + page_size
     calibration  the codecs' calibrated arrays
@@ -29,7 +29,7 @@ def cache_bytes(
     for spec in group_specs(model, max_len=max_len, config=config, dtype=dtype):
         n, M = len(spec.layers), spec.pages_per_row
         K, H = spec.num_kv_heads, spec.head_dim
-        pool = 1 + n * batch * M if M else 0
+        pool = n * batch * M
         for codec in (spec.k_codec, spec.v_codec):
             code, side = _page(spec, codec)
             parts["codes"] += pool * code

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.spec import GroupSpec
-from kvjax.codecs.base import Codec, Params
+from kvjax.codecs.base import Codec, Codes, Params
 from kvjax.config import RopeConfig
 from kvjax.layers.rope import apply_rope, rope_tables
 from pallas_kernels.flash_attention import causal_partial
-from pallas_kernels.paged_attention import paged_partial
+from pallas_kernels.paged_attention import paged_partial, pool_partial
 from pallas_kernels.softmax import Partial, attend_tile, finish, merge
 
-if TYPE_CHECKING:
-    from kvjax.cache.kv_cache import LayerGroup
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerView:
+    """What one layer reads of its group's cache. Equal shapes share one trace: no layer number."""
+
+    k_pages: Codes  # leaves [P, K, ...], perhaps with other layers' pages
+    v_pages: Codes
+    k_exact: Float[Array, "B K H E"]
+    v_exact: Float[Array, "B K E H"]
+    table: Int[Array, "B M"]  # page ids in k_pages
+    k_params: Params
+    v_params: Params
+    spec: GroupSpec = dataclasses.field(metadata={"static": True})
+
+    @property
+    def one_row(self) -> bool:
+        """All pages are one row's, and are used where they lie."""
+        pages = {leaf.shape[0] for leaf in jax.tree.leaves(self.k_pages)}
+        in_place = self.spec.k_codec.in_place and self.spec.v_codec.in_place
+        return in_place and self.table.shape[0] == 1 and pages == {self.table.shape[1]}
 
 
 @jax.tree_util.register_dataclass
@@ -47,23 +66,21 @@ class Chunk:
 
 
 @jax.jit  # traced once for all layers of a group; XLA inlines the calls
-def attend_group(
-    group: LayerGroup, slot: int | Int[Array, ""], chunk: Chunk
-) -> Float[Array, "B T K G H"]:
+def attend_layer(layer: LayerView, chunk: Chunk) -> Float[Array, "B T K G H"]:
     """See `KVCache.attend`. The chunk's tokens are attended as they came, whatever the codec."""
     B, T, K, G, H = chunk.q.shape
-    part = merge(_exact_part(group, slot, chunk), _chunk_part(chunk))
-    if group.spec.pages_per_row:
-        part = _paged_part(group, slot, chunk, part)
+    part = merge(_exact_part(layer, chunk), _chunk_part(chunk))
+    if layer.spec.pages_per_row:
+        part = _sealed_part(layer, chunk, part)
     out = finish(part).astype(chunk.q.dtype).reshape(B, K, G, T, H)
     return jnp.moveaxis(out, 3, 1)  # B T K G H
 
 
-def _exact_part(group: LayerGroup, slot: Any, chunk: Chunk) -> Partial:
-    spec: GroupSpec = group.spec
+def _exact_part(layer: LayerView, chunk: Chunk) -> Partial:
+    spec = layer.spec
     valid = spec.exact_valid(chunk.length)  # B E
-    k_t, v = _layer(group.k_exact, slot), _layer(group.v_exact, slot)  # B K H E, B K E H
-    v = jnp.where(valid[:, None, :, None], v, 0)  # an unused slot may hold anything
+    k_t = layer.k_exact
+    v = jnp.where(valid[:, None, :, None], layer.v_exact, 0)  # an unused slot may hold anything
     if spec.k_codec.pre_rope:
         k_t = _rope_tile(k_t, chunk.angles(spec.token_in_slot(chunk.length)))
     return attend_tile(chunk.rows, k_t, v, valid[:, None, None, :], scale=chunk.scale)
@@ -80,15 +97,29 @@ def _chunk_part(chunk: Chunk) -> Partial:
     return Partial(jnp.broadcast_to(v, rows.shape), score, jnp.ones_like(score))
 
 
-def _paged_part(group: LayerGroup, slot: Any, chunk: Chunk, others: Partial) -> Partial:
+def _sealed_part(layer: LayerView, chunk: Chunk, others: Partial) -> Partial:
+    """The others with the sealed pages merged in."""
+    used = layer.spec.sealed_pages(chunk.length)
+    if not layer.one_row or layer.k_pages["x"].dtype != chunk.q.dtype:
+        return _paged_part(layer, chunk, others, used)
+
+    def whole(part: Partial) -> Partial:
+        k_t, v = layer.k_pages["x"], layer.v_pages["x"]
+        pages = pool_partial(chunk.rows, k_t, v, layer.table, used, scale=chunk.scale)
+        return merge(part, pages)
+
+    # no copy, but every page of the row is read, used or not
+    most = 2 * used[0] >= layer.table.shape[1]
+    return jax.lax.cond(most, whole, lambda part: _paged_part(layer, chunk, part, used), others)
+
+
+def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array, "B"]) -> Partial:
     """The pages' part merged into the others, while they are read where values need no way back."""
-    spec: GroupSpec = group.spec
-    k_codec, v_codec = spec.k_codec, spec.v_codec
-    k_params, v_params = _params(group.k_params, slot), _params(group.v_params, slot)
+    spec, k_codec, v_codec = layer.spec, layer.spec.k_codec, layer.spec.v_codec
     q, dtype = chunk.rows, chunk.q.dtype
 
     def decode_k(codes: Any, tokens: Int[Array, "S"]) -> Array:
-        k_t = k_codec.decode_t(codes, k_params, dtype)  # B n K H S
+        k_t = k_codec.decode_t(codes, layer.k_params, dtype)  # B n K H S
         if k_codec.pre_rope:
             k_t = jnp.moveaxis(k_t, 1, 3)  # B K H n S
             positions = jnp.broadcast_to(spec.sinks + tokens[None], (k_t.shape[0], tokens.shape[0]))
@@ -98,30 +129,22 @@ def _paged_part(group: LayerGroup, slot: Any, chunk: Chunk, others: Partial) -> 
 
     plain = type(v_codec).finish_output is Codec.finish_output
     part = paged_partial(
-        k_codec.prepare_query(q, k_params).astype(dtype),
-        group.k_pages,
-        group.v_pages,
-        _layer(group.table, slot),
-        spec.sealed_pages(chunk.length),
+        k_codec.prepare_query(q, layer.k_params).astype(dtype),
+        layer.k_pages,
+        layer.v_pages,
+        layer.table,
+        used,
         decode_k=decode_k,
-        decode_v=lambda codes, tokens: v_codec.decode(codes, v_params, dtype),
+        decode_v=lambda codes, tokens: v_codec.decode(codes, layer.v_params, dtype),
         page_size=spec.page_size,
         scale=chunk.scale,
         start=others if plain else None,
     )
     if plain:
         return part
-    acc = v_codec.finish_output(part.acc, v_params).astype(jnp.float32)
+    acc = v_codec.finish_output(part.acc, layer.v_params).astype(jnp.float32)
     return merge(others, part._replace(acc=acc))
 
 
 def _rope_tile(k_t: Float[Array, "B K H S"], rope: tuple[Array, Array]) -> Float[Array, "B K H S"]:
     return jnp.moveaxis(apply_rope(jnp.moveaxis(k_t, 3, 1), *rope), 1, 3)
-
-
-def _params(params: Params, slot: Any) -> Params:
-    return jax.tree.map(lambda x: _layer(x, slot), params)
-
-
-def _layer(x: Array, slot: Any) -> Array:
-    return jax.lax.dynamic_index_in_dim(x, slot, keepdims=False)

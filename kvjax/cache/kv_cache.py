@@ -19,10 +19,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.append import append_group
-from kvjax.cache.attend import Chunk, attend_group
+from kvjax.cache.attend import Chunk, LayerView, attend_layer
+from kvjax.cache.pool import Pool, init_pool
 from kvjax.cache.report import bits_of
 from kvjax.cache.spec import GroupSpec
-from kvjax.codecs.base import Codec, Codes, Params
+from kvjax.codecs.base import Codec, Params
 from kvjax.config import CacheConfig, ModelConfig, RopeConfig, need
 
 #: params of each layer's key codec and value codec
@@ -39,16 +40,33 @@ class LowBitKeysWarning(UserWarning):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerGroup:
-    """Cache of the layers in `spec.layers`. Page 0 of the pool is the null page, for ever zero."""
+    """Cache of the layers in `spec.layers`."""
 
-    k_pages: Codes  # leaves [P, K, ...]
-    v_pages: Codes
+    pool: Pool
     k_exact: Float[Array, "slots B K H E"]  # tokens last: a score is a plain product
     v_exact: Float[Array, "slots B K E H"]
-    table: Int[Array, "slots B M"]  # page ids
+    table: Int[Array, "slots B M"]  # ids among the layer's pages
     k_params: Params  # calibrated arrays of the codecs, leaves [slots, K, ...]
     v_params: Params
     spec: GroupSpec = dataclasses.field(metadata={"static": True})
+
+    def layer(self, slot: int | Int[Array, ""]) -> LayerView:
+        """What one layer reads. slot: an int where the pool is unrolled."""
+
+        def of(x: Array) -> Array:
+            return jax.lax.dynamic_index_in_dim(x, slot, keepdims=False)
+
+        k_pages, v_pages, offset = self.pool.at(slot)
+        return LayerView(
+            k_pages=k_pages,
+            v_pages=v_pages,
+            k_exact=of(self.k_exact),
+            v_exact=of(self.v_exact),
+            table=of(self.table) + offset,
+            k_params=jax.tree.map(of, self.k_params),
+            v_params=jax.tree.map(of, self.v_params),
+            spec=dataclasses.replace(self.spec, layers=()),  # one trace serves every layer
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -88,7 +106,7 @@ class KVCache:
 
         def of(g: int, slot: Any) -> Array:
             chunk = Chunk(q, k, v, length=self.length, new=new, scale=scale, rope=rope)
-            return attend_group(self.groups[g], jnp.int32(slot), chunk)
+            return attend_layer(self.groups[g].layer(slot), chunk)
 
         if isinstance(layer, int):
             return of(*self.layer_map[layer])
@@ -145,9 +163,11 @@ def init_cache(
     config: CacheConfig,
     dtype: Any,
     calibration: Calibration | None = None,
+    apart: bool = False,
 ) -> KVCache:
     """An empty cache for `batch` rows of up to `max_len` tokens.
 
+    apart: each layer's pages are arrays of their own, for decoders that name layers by ints.
     calibration: per layer the params of its key and its value codec; needed by codecs without
     defaults. Raises ValueError on bad sizes and on codecs that do not fit the model.
     """
@@ -167,7 +187,7 @@ def init_cache(
         layer: (g, slot) for g, spec in enumerate(specs) for slot, layer in enumerate(spec.layers)
     }
     return KVCache(
-        groups=tuple(_init_group(spec, batch, calibration) for spec in specs),
+        groups=tuple(_init_group(spec, batch, calibration, apart) for spec in specs),
         length=jnp.zeros((batch,), jnp.int32),
         layer_map=tuple(layer_map[layer] for layer in range(model.num_layers)),
         max_len=max_len,
@@ -221,18 +241,10 @@ def _warn_low_bits(spec: GroupSpec) -> None:
         )
 
 
-def _init_group(spec: GroupSpec, batch: int, calibration: Calibration | None) -> LayerGroup:
+def _init_group(
+    spec: GroupSpec, batch: int, calibration: Calibration | None, apart: bool
+) -> LayerGroup:
     slots, pages = len(spec.layers), spec.pages_per_row
-    pool = 1 + slots * batch * pages if pages else 0
-
-    def pages_of(codec: Codec) -> Codes:
-        shapes = codec.code_shapes(
-            tokens=spec.page_size,
-            head_dim=spec.head_dim,
-            num_kv_heads=spec.num_kv_heads,
-            dtype=spec.dtype,
-        )
-        return {name: jnp.zeros((pool, *s.shape), s.dtype) for name, s in shapes.items()}
 
     def params_of(codec: Codec, role: int) -> Params:
         def one(layer: int) -> Params:
@@ -244,13 +256,12 @@ def _init_group(spec: GroupSpec, batch: int, calibration: Calibration | None) ->
 
     H, E = spec.head_dim, spec.exact_slots
     rows = (slots, batch, spec.num_kv_heads)
-    table = 1 + jnp.arange(slots * batch * pages, dtype=jnp.int32).reshape(slots, batch, pages)
+    table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(1, batch, pages)
     return LayerGroup(
-        k_pages=pages_of(spec.k_codec),
-        v_pages=pages_of(spec.v_codec),
+        pool=init_pool(spec, batch=batch, apart=apart),
         k_exact=jnp.zeros((*rows, H, E), spec.dtype),
         v_exact=jnp.zeros((*rows, E, H), spec.dtype),
-        table=table,
+        table=jnp.repeat(table, slots, axis=0),
         k_params=params_of(spec.k_codec, 0),
         v_params=params_of(spec.v_codec, 1),
         spec=spec,
