@@ -33,6 +33,8 @@ def paged_partial(
     scale: float,
     tile_tokens: int = 128,
     start: Partial | None = None,
+    softcap: float | None = None,
+    mask: Callable[[Array], Array] | None = None,
 ) -> Partial:
     """Attention of every query to the first `used[b]` pages of its row; `acc [B, K, Q, R]`.
 
@@ -41,6 +43,8 @@ def paged_partial(
     keys `[B, n, K, H, S]`; decode_v into values `[B, n, K, S, R]`. Page 0 of the pool is the null
     page: all zeros, read in place of any page past `used`, so whatever unused pages hold is never
     touched. start: attention to other keys, in the same space of values, to merge into.
+    softcap: see `attend_tile`. mask: which of a tile's tokens `[n S]` each query may see, as
+    `[B, 1, Q, n S]`.
     """
     B, K, Q, _ = q.shape
     tile = max(1, min(tile_tokens // page_size, table.shape[1]))
@@ -50,7 +54,8 @@ def paged_partial(
     def body(i, part):
         k_t, v, tokens = load(i)
         seen = (tokens[None] < used[:, None] * page_size)[:, None, None, :]
-        return merge(part, attend_tile(q, k_t, v, seen, scale=scale))
+        seen = seen if mask is None else seen & mask(tokens)
+        return merge(part, attend_tile(q, k_t, v, seen, scale=scale, softcap=softcap))
 
     def load(i):
         ids = jax.lax.dynamic_slice_in_dim(table, i * tile, tile, axis=1)  # B n
