@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvjax.cache import KVCache, cache_report
     from kvjax.checkpoints.load import load
-    from kvjax.config import CacheConfig, ModelConfig, RopeConfig
+    from kvjax.config import CacheConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
     from kvjax.engine.generate import Engine, Generated, generate
     from kvjax.engine.sampling import SamplingParams
     from kvjax.model import Transformer
@@ -20,7 +20,9 @@ _HOMES = {
     "Engine": "kvjax.engine.generate",
     "Generated": "kvjax.engine.generate",
     "KVCache": "kvjax.cache",
+    "MLAConfig": "kvjax.config",
     "ModelConfig": "kvjax.config",
+    "MoEConfig": "kvjax.config",
     "RopeConfig": "kvjax.config",
     "SamplingParams": "kvjax.engine.sampling",
     "Transformer": "kvjax.model",
@@ -34,6 +36,8 @@ __all__ = [
     "Engine",
     "Generated",
     "KVCache",
+    "MLAConfig",
+    "MoEConfig",
     "ModelConfig",
     "RopeConfig",
     "SamplingParams",

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -22,15 +23,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
+from kvjax.attending import Dense
 from kvjax.cache.kv_cache import Calibration, group_specs
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs import calibrate as files
 from kvjax.codecs import name_of
 from kvjax.codecs.base import Codec, Params
 from kvjax.config import CacheConfig, ModelConfig, need, to_dict
-from kvjax.layers.rope import apply_rope, rope_tables
-from pallas_kernels.flash_attention import causal_partial
-from pallas_kernels.softmax import finish
+from kvjax.layers.attention import KV
+from kvjax.layers.rope import apply_rope
 
 if TYPE_CHECKING:
     from kvjax.model import Transformer
@@ -46,6 +47,19 @@ _IDENTITY = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
     "head_dim", "rope", "rms_norm_eps", "hidden_act", "attention_bias", "tie_word_embeddings",
 )  # fmt: skip
+#: and these where they are not what they are in a plain model
+_UNUSUAL = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelConfig)
+    if field.name
+    in (
+        "attention_out_bias", "mlp_bias", "qk_norm", "norm_placement", "norm_type",
+        "attention_scale", "embedding_scale", "residual_scale", "logit_scale",
+        "attn_logit_softcap", "final_logit_softcap", "layer_types", "sliding_window",
+        "rope_local", "rope_interleave", "no_rope_layers", "attention_sinks", "kv_source",
+        "kv_norm", "mla", "moe",
+    )
+}  # fmt: skip
 
 
 def calibrate(
@@ -65,7 +79,7 @@ def calibrate(
     the forward pass for fewer layers at a time.
     """
     specs = _by_layer(model, config)
-    tuned = [layer for layer, spec in enumerate(specs) if any(_has_params(spec))]
+    tuned = [layer for layer in model.config.owners if any(_has_params(specs[layer]))]
     need(
         bool(tuned),
         "config",
@@ -94,6 +108,7 @@ def collect(model: Transformer, tokens: Any, config: CacheConfig) -> list[Sample
     """Every layer's samples with their gradients, all in host memory: for codecs that are chosen
     after a look at them. Keys are before RoPE where the codec of `config` keeps them so."""
     specs = _by_layer(model, config)
+    _need_own_layers(model.config)
     rows = _rows(model.config, tokens, specs[0].sinks)
     layers = list(range(len(specs)))
     return [samples for _, samples in _collect(model, rows, layers, specs, True)]
@@ -121,6 +136,7 @@ def save(path: str | Path, model: Transformer, config: CacheConfig, params: Cali
             if codec in labels[role]
         }
         for layer, spec in enumerate(specs)
+        if layer in model.config.owners
     }
     files.save(path, layers, fingerprint=model_fingerprint(model), codecs=_codecs(labels))
 
@@ -172,7 +188,9 @@ def model_fingerprint(model: Transformer) -> str:
     and of every layer's K and V projections, rounded to bfloat16: the same for stacked and unrolled
     models and for float32 and bfloat16 ones; another for other weights, a quantised copy included.
     """
-    config = {name: to_dict(model.config)[name] for name in _IDENTITY}
+    fields = to_dict(model.config)
+    config = {name: fields[name] for name in _IDENTITY}
+    config |= {name: fields[name] for name, usual in _UNUSUAL.items() if fields[name] != usual}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for array in _probes(model):
         digest.update(np.asarray(array.astype(jnp.bfloat16)).tobytes())
@@ -184,22 +202,29 @@ def model_fingerprint(model: Transformer) -> str:
 
 def _probes(model: Transformer) -> Iterator[Array]:
     yield model.embedding[...][:4]
-    for name in ("k_proj", "v_proj"):
-        if model.stack.form == "stacked":
-            kernel = getattr(model.stack.stack.attention, name).kernel[...]
-            yield from (kernel[layer, :2] for layer in range(model.config.num_layers))
-        else:
-            for layer in model.stack.layers:
-                yield getattr(layer.attention, name).kernel[...][:2]
+    for name in ("k_proj", "v_proj", "kv_a_proj"):
+        for layer in model.config.owners:
+            kernel = model.stack.layer_array(layer, "attention", name, "kernel")
+            if kernel is not None:
+                yield kernel[:2]
 
 
 # -- which codecs, which layers ------------------------------------------------------------------
 
 
 def _by_layer(model: Transformer, config: CacheConfig) -> tuple[GroupSpec, ...]:
+    """The spec of each layer's cache; layers that share have the owner's."""
     specs = group_specs(model.config, max_len=1, config=config, dtype=model.dtype)
     of = {layer: spec for spec in specs for layer in spec.layers}
-    return tuple(of[layer] for layer in range(model.config.num_layers))
+    layers = range(model.config.num_layers)
+    return tuple(of[model.config.source_of(layer)] for layer in layers)
+
+
+def _need_own_layers(config: ModelConfig) -> None:
+    """Presets spread bits over layers one by one."""
+    own = len(config.owners) == config.num_layers
+    fix = "Name the codec: --kv-cache-dtype turboquant4."
+    need(own, "preset", "a model whose layers share no keys", config.kv_source, fix)
 
 
 def _pair(spec: GroupSpec) -> tuple[Codec, Codec]:
@@ -316,6 +341,7 @@ def _collect(
     """(layer, its samples over all rows)."""
     graphdef, state = nnx.split(model)
     pre = tuple(spec.k_codec.pre_rope for spec in specs)
+    index = np.asarray([model.config.owners.index(layer) for layer in layers])
     sinks, size = specs[0].sinks, -(-max(row.size for row in rows) // LOSS_CHUNK) * LOSS_CHUNK
     parts = []
     for row in rows:
@@ -323,7 +349,7 @@ def _collect(
         padded[0, : row.size] = row
         length = jnp.asarray([row.size], jnp.int32)
         got = _keys_and_values(graphdef, state, jnp.asarray(padded), length, pre, fisher)
-        own = [x[np.asarray(layers), 0, sinks : row.size] for x in got]  # layers T K H
+        own = [x[index, 0, sinks : row.size] for x in got]  # layers T K H
         parts.append([np.asarray(x.astype(jnp.float32)) for x in own])
     for i, layer in enumerate(layers):
         each = [np.concatenate([part[n][i] for part in parts]) for n in range(len(parts[0]))]
@@ -360,7 +386,7 @@ def _keys_and_values(graphdef, state, tokens, lengths, pre, fisher):
     if not fisher:
         return _run(model, tokens, lengths, pre, None)[1]
     c = model.config
-    shape = (c.num_layers, *tokens.shape, c.num_kv_heads, c.head_dim)
+    shape = (len(c.owners), *tokens.shape, c.num_kv_heads, c.head_dim)
     taps = (jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype))
 
     def loss(taps):
@@ -372,25 +398,30 @@ def _keys_and_values(graphdef, state, tokens, lengths, pre, fisher):
 
 
 def _run(model, tokens, lengths, pre, taps):
-    """Normed final states, and every layer's (keys as its codec sees them, values)."""
-    config = model.config
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    rope = rope_tables(config.rope, config.head_dim, positions, lengths)
-    before = jnp.asarray(pre)
+    """Normed final states, and every owner's (keys as its codec sees them, values)."""
+    start = jnp.zeros_like(lengths)
+    ropes = model.ropes(start, tokens.shape[1], lengths)
+    owners = model.config.owners
+    before = jnp.asarray([pre[layer] for layer in owners])
+    ordinal = jnp.asarray([owners.index(n) if n in owners else 0 for n in range(len(pre))])
 
-    def of_layer(layer):
-        def attend(q, k, v, *, plain):
+    class Tapped(Dense):
+        """Adds an owner's taps to what it makes."""
+
+        def fresh(self, k, v, plain):
+            at = ordinal[self.place.index]
             if taps is not None:
-                tap = taps[0][layer]
-                k = k + jnp.where(before[layer], apply_rope(tap, *rope), tap)
-                v = v + taps[1][layer]
-            part = causal_partial(q, k, v, lengths=lengths, scale=config.head_dim**-0.5)
-            out = jnp.moveaxis(finish(part), 3, 1).astype(q.dtype)
-            return out, jnp.where(before[layer], plain, k)
+                tap, rope = taps[0][at], ropes.get(self.place.kind.rope)
+                interleave = model.config.rope_interleave
+                turned = tap if rope is None else apply_rope(tap, *rope, interleave=interleave)
+                k = k + jnp.where(before[at], turned, tap)
+                v = v + taps[1][at]
+            return KV(k, v, jnp.where(before[at], plain, k))
 
-        return attend
+    def attend(place):
+        return Tapped(model.config, place, lengths)
 
-    x, kv = model.stack(model.embedding[...][tokens], rope, of_layer, remat=taps is not None)
+    x, kv = model.stack(model.embed(tokens), ropes, attend, remat=taps is not None)
     return model.norm(x), kv
 
 

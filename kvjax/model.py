@@ -11,19 +11,18 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.attending import attending
 from kvjax.cache import KVCache
 from kvjax.cache import init_cache as _init_cache
 from kvjax.calibration import for_cache
 from kvjax.config import DTYPES, CacheConfig, ModelConfig, need
-from kvjax.layers.decoder import Form, LayerAttend, LayerStack
+from kvjax.layers.decoder import Form, LayerStack, Ropes, take_tokens
 from kvjax.layers.linear import Linear
-from kvjax.layers.norm import RMSNorm
+from kvjax.layers.norm import norm_of
 from kvjax.layers.rope import rope_tables
-from pallas_kernels.flash_attention import causal_partial
-from pallas_kernels.softmax import finish
+from pallas_kernels.softmax import soft_cap
 
-# Shapes: B batch, T tokens of this call, D model dim, K KV heads, G = heads per KV head, H head
-# dim, V vocabulary, L layers.
+# Shapes: B batch, T tokens of this call, A of them that are wanted, D model dim, V vocabulary.
 
 
 class Transformer(nnx.Module):
@@ -50,7 +49,7 @@ class Transformer(nnx.Module):
         embedding = jax.random.normal(rngs.params(), (V, D), jnp.float32) * std
         self.embedding = nnx.Param(embedding.astype(kind))
         self.stack = LayerStack(config, form=form or default_form(), dtype=kind, rngs=rngs)
-        self.norm = RMSNorm(D, config.rms_norm_eps, dtype=kind)
+        self.norm = norm_of(config, D, dtype=kind)
         self.lm_head = (
             None
             if config.tie_word_embeddings
@@ -106,24 +105,45 @@ class Transformer(nnx.Module):
         cache: KVCache | None,
         lengths: Int[Array, "B"],
         *,
+        at: Int[Array, "B A"] | None = None,
         remat: bool = False,
-    ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-        """Normed final states, and the cache with the tokens appended. For use inside `jit`."""
-        config = self.config
+    ) -> tuple[Float[Array, "B A D"], KVCache | None]:
+        """Normed final states, and the cache with the tokens appended. For use inside `jit`.
+
+        at: which of the T tokens of each row are wanted; None: all. With layers that read an
+        earlier layer's keys (YOCO), those from its attention on run for these tokens alone.
+        """
         start = jnp.zeros_like(lengths) if cache is None else cache.length
-        positions = start[:, None] + jnp.arange(tokens.shape[1])[None]
-        rope = rope_tables(config.rope, config.head_dim, positions, start + lengths)
-        with jax.named_scope("embed"):
-            x = self.embedding[...][tokens]
+        ropes = self.ropes(start, tokens.shape[1], lengths)
+        x = self.embed(tokens)
         if cache is None:
-            x, _ = self.stack(x, rope, self._attend(None, lengths), remat=remat)
+            attend = attending(self.config, lengths, None)
+            x, _ = self.stack(x, ropes, attend, at=at, remat=remat)
             return self.norm(x), None
-        x, k, v = self._read(x, rope, cache, lengths)
+        x, k, v = self._read(x, ropes, cache, lengths, at)
         with jax.named_scope("append"):
             cache = cache.append(k, v, new=lengths)
         return self.norm(x), cache
 
-    def _read(self, x, rope, cache, lengths):
+    def ropes(self, start: Int[Array, "B"], count: int, lengths: Int[Array, "B"]) -> Ropes:
+        """Angles of `count` tokens of each row from `start` on, by the model's kinds of RoPE."""
+        config = self.config
+        positions = start[:, None] + jnp.arange(count)[None]
+        kinds = dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers))
+        return {
+            kind: rope_tables(kind, config.rope_dim, positions, start + lengths)
+            for kind in kinds
+            if kind is not None
+        }
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The states that enter the first layer."""
+        with jax.named_scope("embed"):
+            x = self.embedding[...][tokens]
+            scale = self.config.embedding_scale  # rounded to the dtype, as Gemma does
+            return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
+
+    def _read(self, x, ropes, cache, lengths, at):
         """All layers over an unchanging cache.
 
         In a branch of its own, so that XLA sees every read of the cache before the append writes
@@ -131,12 +151,15 @@ class Transformer(nnx.Module):
         """
 
         def run(cache):
-            out, (k, v) = self.stack(x, rope, self._attend(cache, lengths))
+            out, (k, v) = self.stack(x, ropes, attending(self.config, lengths, cache), at=at)
             return out, k, v
 
-        c = self.config
-        fresh = jnp.zeros((c.num_layers, *x.shape[:2], c.num_kv_heads, c.head_dim), x.dtype)
-        skipped = (jnp.zeros_like(x), fresh, fresh)
+        heads, k_dim, v_dim = self.config.cache_shape
+        made = (len(self.config.owners), *x.shape[:2], heads)
+        out = x if at is None else take_tokens(x, at)
+        skipped = tuple(
+            jnp.zeros(shape, x.dtype) for shape in (out.shape, (*made, k_dim), (*made, v_dim))
+        )
         return jax.lax.cond(jnp.any(lengths > 0), run, lambda cache: skipped, cache)
 
     def logits(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead V"]:
@@ -144,28 +167,12 @@ class Transformer(nnx.Module):
         with jax.named_scope("logits"):
             if self.lm_head is None:
                 table = self.embedding[...]
-                return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
-            return jnp.matmul(x, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
-
-    def _attend(self, cache: KVCache | None, lengths: Array) -> LayerAttend:
-        config = self.config
-        scale = config.head_dim**-0.5
-        if cache is None:
-
-            def whole(q, k, v, *, plain):
-                part = causal_partial(q, k, v, lengths=lengths, scale=scale)
-                return jnp.moveaxis(finish(part), 3, 1).astype(q.dtype), k
-
-            return lambda layer: whole
-
-        def of_layer(layer):
-            def attend(q, k, v, *, plain):
-                out = cache.attend(layer, q, k, v, new=lengths, scale=scale, rope=config.rope)
-                return out, cache.stored_keys(layer, k, plain)
-
-            return attend
-
-        return of_layer
+                out = jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
+            else:
+                head = self.lm_head.kernel[...]
+                out = jnp.matmul(x, head, preferred_element_type=jnp.float32)
+            scale = self.config.logit_scale
+            return soft_cap(out if scale == 1.0 else out * scale, self.config.final_logit_softcap)
 
 
 def default_form() -> Form:

@@ -1,13 +1,17 @@
 """The size formula of a cache, from its config alone: nothing is allocated.
 
-Per group of layers with the same codecs, with n layers, B rows, K KV heads of dim H, E exact slots
-and M sealed pages a row:
+Per group of layers with the same codecs and window, with n layers that own keys and values, B
+rows, K KV heads with keys of H and values of R channels, E exact slots and M pages a row:
 
     codes        n B M (bytes of a key page + bytes of a value page), without
     scales       what travels with them, likewise
-    exact        2 n B K H E itemsize,       E = sinks + recent + page_size
+    exact        n B K (H + R) E itemsize,   E = sinks + recent + page_size
     calibration  the codecs' calibrated arrays
     tables       4 n B M + 4 B
+
+With a window of W, M is at most ceil((W - 1 - recent) / page_size) and sinks is 0; if W - 1 is at
+most recent + page_size, M is 0 and E is W - 1. Of latent attention K is 1, H the latent and R the
+rotated key, whatever the number of heads.
 """
 
 from __future__ import annotations
@@ -28,23 +32,23 @@ def cache_bytes(
     parts = dict.fromkeys(PARTS, 0) | {"tables": 4 * batch}
     for spec in group_specs(model, max_len=max_len, config=config, dtype=dtype):
         n, M = len(spec.layers), spec.pages_per_row
-        K, H = spec.num_kv_heads, spec.head_dim
+        K, E = spec.num_kv_heads, spec.exact_slots
         pool = n * batch * M
-        for codec in (spec.k_codec, spec.v_codec):
-            code, side = _page(spec, codec)
+        for codec, dim in ((spec.k_codec, spec.head_dim), (spec.v_codec, spec.v_head_dim)):
+            code, side = _page(spec, codec, dim)
             parts["codes"] += pool * code
             parts["scales"] += pool * side
-        parts["exact"] += 2 * n * batch * K * H * spec.exact_slots * spec.dtype.itemsize
+            parts["exact"] += n * batch * K * dim * E * spec.dtype.itemsize
+            params = codec.param_shapes(num_kv_heads=K, head_dim=dim)
+            parts["calibration"] += n * code_bytes(params)
         parts["tables"] += 4 * n * batch * M
-        for codec in (spec.k_codec, spec.v_codec):
-            parts["calibration"] += n * code_bytes(codec.param_shapes(num_kv_heads=K, head_dim=H))
     return parts
 
 
-def _page(spec: GroupSpec, codec: Codec) -> tuple[int, int]:
+def _page(spec: GroupSpec, codec: Codec, dim: int) -> tuple[int, int]:
     shapes = codec.code_shapes(
         tokens=spec.page_size,
-        head_dim=spec.head_dim,
+        head_dim=dim,
         num_kv_heads=spec.num_kv_heads,
         dtype=spec.dtype,
     )

@@ -31,17 +31,30 @@ def attend_tile(
     mask: Bool[Array, ...],
     *,
     scale: float,
+    softcap: float | None = None,
 ) -> Partial:
     """Attention of T queries to S keys; k_t has tokens last. mask broadcasts to `[..., T, S]`.
 
-    Values of keys that every query masks must be finite: 0 * NaN is NaN.
+    softcap: scores s become softcap * tanh(s / softcap) (Gemma 2, 2408.00118, section 2). Values of
+    keys that every query masks must be finite: 0 * NaN is NaN.
     """
     scores = jnp.matmul(q, k_t, preferred_element_type=jnp.float32) * scale
-    scores = jnp.where(mask, scores, MASKED)
+    scores = jnp.where(mask, soft_cap(scores, softcap), MASKED)
     top = jnp.max(scores, axis=-1)
     weights = jnp.where(mask, jnp.exp(scores - top[..., None]), 0.0)
     acc = jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return Partial(acc, top, jnp.sum(weights, axis=-1))
+
+
+def soft_cap(scores: Float[Array, "*s"], cap: float | None) -> Float[Array, "*s"]:
+    """cap * tanh(scores / cap), or the scores themselves."""
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+
+def with_sinks(part: Partial, sinks: Float[Array, "*lead"]) -> Partial:
+    """The partial with one more key, of logit `sinks` and value zero (gpt-oss's sinks)."""
+    sinks = jnp.broadcast_to(sinks.astype(jnp.float32), part.top.shape)
+    return merge(part, Partial(jnp.zeros_like(part.acc), sinks, jnp.ones_like(part.mass)))
 
 
 def merge(first: Partial, *others: Partial) -> Partial:

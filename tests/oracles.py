@@ -23,13 +23,15 @@ def tokens_for(model, batch: int, length: int, seed: int = 0) -> np.ndarray:
 
 
 def unlike_kv(model, batch: int, length: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Keys and values `[L, B, T, K, H]` of unlike distributions: wide keys with offsets per
-    channel, narrow values."""
+    """Keys and values `[O, B, T, K, H]` of all owners, of unlike distributions: wide keys with
+    offsets per channel, narrow values."""
     c = model.config
     rng = np.random.default_rng(seed)
-    shape = (c.num_layers, batch, length, c.num_kv_heads, c.head_dim)
-    k = rng.normal(size=shape) * 3 + rng.normal(size=(c.num_layers, 1, 1, *shape[3:])) * 4
-    v = rng.uniform(-0.5, 0.2, size=shape)
+    heads, k_dim, v_dim = c.cache_shape
+    shape = (len(c.owners), batch, length, heads)
+    k = rng.normal(size=(*shape, k_dim)) * 3
+    k = k + rng.normal(size=(shape[0], 1, 1, heads, k_dim)) * 4
+    v = rng.uniform(-0.5, 0.2, size=(*shape, v_dim))
     return jnp.asarray(k, model.dtype), jnp.asarray(v, model.dtype)
 
 
@@ -143,6 +145,8 @@ def moved_pages(cache, seed: int = 3):
 
     def move(group):
         P = group.pool.pages
+        if not P:  # a window that the exact ring holds
+            return group
         order = np.random.default_rng(seed).permutation(P)
         place = np.argsort(order)  # page i of every layer moves to place[i]
 
@@ -160,7 +164,7 @@ def shared_prefix(cache):
     """The same cache with row 1 reading row 0's sealed pages, its own filled with NaN."""
 
     def share(group):
-        sealed = int(group.spec.sealed_pages(cache.length[0]))
+        sealed = int(group.spec.used_pages(cache.length)[0])
         assert sealed > 0
         own = np.asarray(group.table[:, 1, :sealed])
         table = group.table.at[:, 1, :sealed].set(group.table[:, 0, :sealed])
@@ -180,7 +184,7 @@ def poisoned_pool(pool, ids):
     """The pool with poison in pages `ids [slots, n]` of each layer."""
 
     def block(i, codes):
-        own = np.asarray(ids).reshape(len(pool.k), -1, np.shape(ids)[1])[i]  # layers of a block
+        own = np.split(np.asarray(ids), len(pool.k))[i]  # of the block's layers
         where = (own + np.arange(len(own))[:, None] * pool.pages).ravel()
         return jax.tree.map(lambda x: poison(x, where), codes)
 
@@ -193,7 +197,7 @@ def poisoned(cache):
 
     def fill(group):
         spec = group.spec
-        sealed = np.asarray(spec.sealed_pages(cache.length))
+        sealed = np.asarray(spec.used_pages(cache.length))
         free = np.arange(group.table.shape[2])[None] >= sealed[:, None]  # B M
         unused = np.asarray(group.table)[:, free]
         bad = ~spec.exact_valid(cache.length)[None, :, None, :, None]

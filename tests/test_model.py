@@ -11,13 +11,15 @@ from flax import nnx
 import kvjax
 from kvjax import CacheConfig
 
-FAMILIES = ["llama", "llama_mha", "llama_mqa", "llama3_rope", "llama_bias", "llama_2shard"]
+UNROLLED = ["llama_mha", "llama_mqa", "llama3_rope", "llama_2shard", "mistral_window"]
+STACKED = ["llama", "llama_bias", "qwen2", "qwen3", "gemma3", "deepseek_v2", "deepseek_v3"]
+FAMILIES = UNROLLED + STACKED
 PAGES = CacheConfig(page_size=8, sinks=2, recent=5)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def golden(request, goldens):
-    form = "stacked" if request.param in ("llama", "llama_bias") else "unrolled"
+    form = "stacked" if request.param in STACKED else "unrolled"
     data = goldens(request.param)
     model, tokenizer = kvjax.load(data.path, form=form)
     assert tokenizer is None

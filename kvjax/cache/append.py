@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def append_group(
     group: LayerGroup,
     k: Float[Array, "slots B T K H"],
-    v: Float[Array, "slots B T K H"],
+    v: Float[Array, "slots B T K R"],
     *,
     length: Int[Array, "B"],
     new: Int[Array, "B"],
@@ -43,13 +43,17 @@ def append_group(
 
 def _seal(group: LayerGroup, k: Array, v: Array, length: Array, new: Array) -> LayerGroup:
     spec = group.spec
-    first = spec.sealed_pages(length)  # B
-    ends = jnp.cumsum(jnp.minimum(spec.sealed_pages(length + new), spec.pages_per_row) - first)
+    first, last = spec.sealed_pages(length), spec.sealed_pages(length + new)  # B
+    if spec.window is None:
+        last = jnp.minimum(last, spec.pages_per_row)
+    else:  # pages that this call itself leaves behind the window are not written
+        first = jnp.maximum(first, last - spec.pages_per_row)
+    ends = jnp.cumsum(last - first)
 
     def seal_one(i, pool):
         row = jnp.searchsorted(ends, i, side="right")
         page = first[row] + i - jnp.where(row > 0, ends[row - 1], 0)
-        ids = group.table[:, row, page]  # slots
+        ids = group.table[:, row, page % spec.pages_per_row]  # slots
         token = spec.sinks + page * spec.page_size + jnp.arange(spec.page_size)
 
         def encode(codec, params, exact, chunk):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codec, Codes, Params
@@ -15,7 +16,7 @@ from kvjax.config import RopeConfig
 from kvjax.layers.rope import apply_rope, rope_tables
 from pallas_kernels.flash_attention import causal_partial
 from pallas_kernels.paged_attention import paged_partial, pool_partial
-from pallas_kernels.softmax import Partial, attend_tile, finish, merge
+from pallas_kernels.softmax import Partial, attend_tile, finish, merge, soft_cap, with_sinks
 
 
 @jax.tree_util.register_dataclass
@@ -40,72 +41,126 @@ class LayerView:
         return in_place and self.table.shape[0] == 1 and pages == {self.table.shape[1]}
 
 
+class How(NamedTuple):
+    """What is static about a layer's attention. rope: of cached keys, for codecs that keep them
+    before it; None where the layer does not rotate."""
+
+    scale: float
+    rope: RopeConfig | None = None
+    interleave: bool = False
+    softcap: float | None = None
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunk:
     """The tokens of one call, in one layer: what attends, and what else it may see."""
 
-    q: Float[Array, "B T K G H"]
+    q: Float[Array, "B A K G H"]
     k: Float[Array, "B T K H"]
     v: Float[Array, "B T K H"]
     length: Int[Array, "B"]  # tokens of each row before this call
     new: Int[Array, "B"]  # real tokens of each row in this call
-    scale: float = dataclasses.field(metadata={"static": True})
-    rope: RopeConfig = dataclasses.field(metadata={"static": True})
+    at: Int[Array, "B A"] | None  # which of the T tokens attend; None: all
+    sinks: Float[Array, "K G"] | None  # learned logits that take a share of the softmax
+    how: How = dataclasses.field(metadata={"static": True})
 
     def angles(self, positions: Int[Array, "B S"]) -> tuple[Array, Array]:
         """cos and sin of positions, for keys that are stored before RoPE."""
+        assert self.how.rope is not None
         total = self.length + self.new
-        return rope_tables(self.rope, self.q.shape[-1], positions, total)
+        return rope_tables(self.how.rope, self.q.shape[-1], positions, total)
 
     @property
     def rows(self) -> Float[Array, "B K Q H"]:
-        """Queries by KV head; all of them, Q = G T, see the same history."""
-        B, T, K, G, H = self.q.shape
-        return jnp.moveaxis(self.q, 1, 3).reshape(B, K, G * T, H)
+        """Queries by KV head; all of them, Q = G A, see the same history."""
+        B, A, K, G, H = self.q.shape
+        return jnp.moveaxis(self.q, 1, 3).reshape(B, K, G * A, H)
+
+    def within(self, tokens: Int[Array, "B S"], window: int) -> Bool[Array, "B 1 Q S"]:
+        """Which cached tokens each query's window reaches."""
+        at = jnp.arange(self.q.shape[1])[None] if self.at is None else self.at
+        oldest = jnp.tile(self.length[:, None] + at, (1, self.q.shape[3])) - window  # B Q
+        return (tokens[:, None] > oldest[:, :, None])[:, None]
 
 
 @jax.jit  # traced once for all layers of a group; XLA inlines the calls
-def attend_layer(layer: LayerView, chunk: Chunk) -> Float[Array, "B T K G H"]:
+def attend_layer(layer: LayerView, chunk: Chunk) -> Float[Array, "B A K G H"]:
     """See `KVCache.attend`. The chunk's tokens are attended as they came, whatever the codec."""
-    B, T, K, G, H = chunk.q.shape
-    part = merge(_exact_part(layer, chunk), _chunk_part(chunk))
+    B, A, K, G, H = chunk.q.shape
+    part = merge(_exact_part(layer, chunk), chunk_part(chunk, layer.spec.window))
     if layer.spec.pages_per_row:
         part = _sealed_part(layer, chunk, part)
-    out = finish(part).astype(chunk.q.dtype).reshape(B, K, G, T, H)
-    return jnp.moveaxis(out, 3, 1)  # B T K G H
+    if chunk.sinks is not None:
+        part = with_sinks(part, jnp.repeat(chunk.sinks, A, axis=1)[None])
+    out = finish(part).astype(chunk.q.dtype).reshape(B, K, G, A, H)
+    return jnp.moveaxis(out, 3, 1)  # B A K G H
+
+
+def exact_seen(spec: GroupSpec, chunk: Chunk) -> tuple[Bool[Array, "B E"], Bool[Array, "B 1 Q E"]]:
+    """Exact slots that hold a token, and those that each query may see."""
+    valid = spec.exact_valid(chunk.length)
+    seen = valid[:, None, None, :]
+    if spec.window is not None:
+        seen = seen & chunk.within(spec.token_in_slot(chunk.length), spec.window)
+    return valid, seen
+
+
+def pages_seen(spec: GroupSpec, chunk: Chunk) -> Callable[[Array], Array] | None:
+    """Which tokens of a tile of pages each query may see, beyond that they are there."""
+    window = spec.window
+    if window is None:
+        return None
+    return lambda tokens: chunk.within(spec.paged_token(tokens, chunk.length), window)
 
 
 def _exact_part(layer: LayerView, chunk: Chunk) -> Partial:
     spec = layer.spec
-    valid = spec.exact_valid(chunk.length)  # B E
+    valid, seen = exact_seen(spec, chunk)
     k_t = layer.k_exact
     v = jnp.where(valid[:, None, :, None], layer.v_exact, 0)  # an unused slot may hold anything
-    if spec.k_codec.pre_rope:
-        k_t = _rope_tile(k_t, chunk.angles(spec.token_in_slot(chunk.length)))
-    return attend_tile(chunk.rows, k_t, v, valid[:, None, None, :], scale=chunk.scale)
+    if spec.k_codec.pre_rope and chunk.how.rope is not None:
+        k_t = _rope_tile(k_t, chunk, spec.token_in_slot(chunk.length))
+    how = chunk.how
+    return attend_tile(chunk.rows, k_t, v, seen, scale=how.scale, softcap=how.softcap)
 
 
-def _chunk_part(chunk: Chunk) -> Partial:
-    rows = chunk.rows
-    if chunk.q.shape[1] > 1:
-        part = causal_partial(chunk.q, chunk.k, chunk.v, lengths=chunk.new, scale=chunk.scale)
+def chunk_part(chunk: Chunk, window: int | None) -> Partial:
+    """Attention of the chunk to itself."""
+    rows, how = chunk.rows, chunk.how
+    if chunk.k.shape[1] > 1:
+        part = causal_partial(
+            chunk.q,
+            chunk.k,
+            chunk.v,
+            lengths=chunk.new,
+            scale=how.scale,
+            softcap=how.softcap,
+            window=window,
+            at=chunk.at,
+        )
         return jax.tree.map(lambda x: x.reshape(*rows.shape[:3], *x.shape[4:]), part)
     # One token sees itself; a row without a new token has no use for its output.
     k, v = (jnp.moveaxis(x, 1, 2).astype(jnp.float32) for x in (chunk.k, chunk.v))  # B K 1 H
-    score = jnp.sum(rows.astype(jnp.float32) * k, axis=-1) * chunk.scale
-    return Partial(jnp.broadcast_to(v, rows.shape), score, jnp.ones_like(score))
+    score = soft_cap(jnp.sum(rows.astype(jnp.float32) * k, axis=-1) * how.scale, how.softcap)
+    return Partial(jnp.broadcast_to(v, (*score.shape, v.shape[-1])), score, jnp.ones_like(score))
 
 
 def _sealed_part(layer: LayerView, chunk: Chunk, others: Partial) -> Partial:
     """The others with the sealed pages merged in."""
-    used = layer.spec.sealed_pages(chunk.length)
+    used = layer.spec.used_pages(chunk.length)
     if not layer.one_row or layer.k_pages["x"].dtype != chunk.q.dtype:
         return _paged_part(layer, chunk, others, used)
 
     def whole(part: Partial) -> Partial:
         k_t, v = layer.k_pages["x"], layer.v_pages["x"]
-        pages = pool_partial(chunk.rows, k_t, v, layer.table, used, scale=chunk.scale)
+        how, seen = chunk.how, pages_seen(layer.spec, chunk)
+        pages = pool_partial(
+            *(chunk.rows, k_t, v, layer.table, used),
+            scale=how.scale,
+            softcap=how.softcap,
+            mask=seen,
+        )
         return merge(part, pages)
 
     # no copy, but every page of the row is read, used or not
@@ -120,10 +175,10 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
 
     def decode_k(codes: Any, tokens: Int[Array, "S"]) -> Array:
         k_t = k_codec.decode_t(codes, layer.k_params, dtype)  # B n K H S
-        if k_codec.pre_rope:
+        if k_codec.pre_rope and chunk.how.rope is not None:
             k_t = jnp.moveaxis(k_t, 1, 3)  # B K H n S
-            positions = jnp.broadcast_to(spec.sinks + tokens[None], (k_t.shape[0], tokens.shape[0]))
-            flat = _rope_tile(k_t.reshape(*k_t.shape[:3], -1), chunk.angles(positions))
+            flat = k_t.reshape(*k_t.shape[:3], -1)
+            flat = _rope_tile(flat, chunk, spec.paged_token(tokens, chunk.length))
             k_t = jnp.moveaxis(flat.reshape(k_t.shape), 3, 1)
         return k_t
 
@@ -137,7 +192,9 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
         decode_k=decode_k,
         decode_v=lambda codes, tokens: v_codec.decode(codes, layer.v_params, dtype),
         page_size=spec.page_size,
-        scale=chunk.scale,
+        scale=chunk.how.scale,
+        softcap=chunk.how.softcap,
+        mask=pages_seen(spec, chunk),
         start=others if plain else None,
     )
     if plain:
@@ -146,5 +203,9 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
     return merge(others, part._replace(acc=acc))
 
 
-def _rope_tile(k_t: Float[Array, "B K H S"], rope: tuple[Array, Array]) -> Float[Array, "B K H S"]:
-    return jnp.moveaxis(apply_rope(jnp.moveaxis(k_t, 3, 1), *rope), 1, 3)
+def _rope_tile(
+    k_t: Float[Array, "B K H S"], chunk: Chunk, positions: Int[Array, "B S"]
+) -> Float[Array, "B K H S"]:
+    rows = jnp.moveaxis(k_t, 3, 1)
+    turned = apply_rope(rows, *chunk.angles(positions), interleave=chunk.how.interleave)
+    return jnp.moveaxis(turned, 1, 3)

@@ -8,9 +8,8 @@ place, and one function owns quantise-and-write.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,12 +18,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.append import append_group
-from kvjax.cache.attend import Chunk, LayerView, attend_layer
+from kvjax.cache.attend import Chunk, How, LayerView, attend_layer
+from kvjax.cache.latent import LatentChunk, attend_latent, latent_codecs
 from kvjax.cache.pool import Pool, init_pool
 from kvjax.cache.report import bits_of
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codec, Params
-from kvjax.config import CacheConfig, ModelConfig, RopeConfig, need
+from kvjax.config import CacheConfig, ModelConfig, need
 
 #: params of each layer's key codec and value codec
 Calibration = Sequence[tuple[Params, Params]]
@@ -44,7 +44,7 @@ class LayerGroup:
 
     pool: Pool
     k_exact: Float[Array, "slots B K H E"]  # tokens last: a score is a plain product
-    v_exact: Float[Array, "slots B K E H"]
+    v_exact: Float[Array, "slots B K E R"]
     table: Int[Array, "slots B M"]  # ids among the layer's pages
     k_params: Params  # calibrated arrays of the codecs, leaves [slots, K, ...]
     v_params: Params
@@ -89,32 +89,64 @@ class KVCache:
     def attend(
         self,
         layer: int | Int[Array, ""],
-        q: Float[Array, "B T K G H"],
+        q: Float[Array, "B A K G H"],
         k: Float[Array, "B T K H"],
         v: Float[Array, "B T K H"],
         *,
         new: Int[Array, "B"],
-        scale: float,
-        rope: RopeConfig,
-    ) -> Float[Array, "B T K G H"]:
+        how: How,
+        among: Sequence[int] | None = None,
+        at: Int[Array, "B A"] | None = None,
+        sinks: Float[Array, "K G"] | None = None,
+    ) -> Float[Array, "B A K G H"]:
         """Attention of a chunk to the cached tokens and, causally, to itself.
 
-        layer may be traced (a scan over layers). k, v: the chunk's own keys and values, not yet
-        appended; new: its real tokens per row; rope: for codecs that keep keys before
-        it.
+        layer: any layer, a reader too; it may be traced (a scan over layers), and is then one of
+        `among` (None: any). k, v: the chunk's own keys and values, not yet appended; new: its real
+        tokens per row; at: which of its tokens attend, None for all. sinks: see `Chunk`.
         """
+        chunk = Chunk(q, k, v, self.length, new, at, sinks, how)
+        return self._of(layer, among, lambda view: attend_layer(view, chunk))
 
-        def of(g: int, slot: Any) -> Array:
-            chunk = Chunk(q, k, v, length=self.length, new=new, scale=scale, rope=rope)
-            return attend_layer(self.groups[g].layer(slot), chunk)
+    def attend_latent(
+        self,
+        layer: int | Int[Array, ""],
+        q: Float[Array, "B A N U"],
+        q_rope: Float[Array, "B A N R"],
+        k: Float[Array, "B T 1 C"],
+        v: Float[Array, "B T 1 R"],
+        *,
+        up: tuple[Float[Array, "C N U"], Float[Array, "C N W"]],
+        new: Int[Array, "B"],
+        how: How,
+        among: Sequence[int] | None = None,
+        at: Int[Array, "B A"] | None = None,
+    ) -> Float[Array, "B A N W"]:
+        """`attend` where the cache holds latents `k` and rotated keys `v`; see `LatentChunk`."""
+        chunk = LatentChunk(q, q_rope, k, v, up[0], up[1], self.length, new, at, how)
+        return self._of(layer, among, lambda view: attend_latent(view, chunk))
 
+    def _of(
+        self,
+        layer: int | Int[Array, ""],
+        among: Sequence[int] | None,
+        read: Callable[[LayerView], Array],
+    ) -> Array:
+        """`read` of what the layer's owner has."""
         if isinstance(layer, int):
-            return of(*self.layer_map[layer])
+            g, slot = self.layer_map[layer]
+            return read(self.groups[g].layer(slot))
+        among = range(len(self.layer_map)) if among is None else among
+        used = sorted({self.layer_map[member][0] for member in among})
         groups, slots = (jnp.asarray(x)[layer] for x in zip(*self.layer_map, strict=True))
-        if len(self.groups) == 1:
-            return of(0, slots)
-        branches = [functools.partial(of, g) for g in range(len(self.groups))]
-        return jax.lax.switch(groups, branches, slots)
+        if len(used) == 1:
+            return read(self.groups[used[0]].layer(slots))
+
+        def branch(g: int) -> Callable[[Array], Array]:
+            return lambda slot: read(self.groups[g].layer(slot))
+
+        branches = [branch(g) for g in used]
+        return jax.lax.switch(jnp.searchsorted(jnp.asarray(used), groups), branches, slots)
 
     def stored_keys(
         self,
@@ -132,27 +164,28 @@ class KVCache:
 
     def append(
         self,
-        k: Float[Array, "L B T K H"],
-        v: Float[Array, "L B T K H"],
+        k: Float[Array, "O B T K H"],
+        v: Float[Array, "O B T K R"],
         *,
         new: Int[Array, "B"],
     ) -> KVCache:
         """The cache with each row's first `new[b]` tokens of the chunk appended.
 
-        k, v: of all layers. A row must not grow past `max_len`: callers check that, what would lie
-        past it is dropped.
+        k, v: of the O layers that own keys and values, in order. A row must not grow past
+        `max_len`: callers check that, what would lie past it is dropped.
         """
+        owners = sorted(layer for group in self.groups for layer in group.spec.layers)
 
         def appended(group: LayerGroup) -> LayerGroup:
-            own = _take(k, group.spec.layers), _take(v, group.spec.layers)
-            return append_group(group, *own, length=self.length, new=new)
+            mine = tuple(owners.index(layer) for layer in group.spec.layers)
+            return append_group(group, _take(k, mine), _take(v, mine), length=self.length, new=new)
 
         groups = tuple(appended(group) for group in self.groups)
         return dataclasses.replace(self, groups=groups, length=self.length + new)
 
 
-def _take(x: Array, layers: tuple[int, ...]) -> Array:
-    return x if layers == tuple(range(x.shape[0])) else x[np.asarray(layers)]
+def _take(x: Array, index: tuple[int, ...]) -> Array:
+    return x if index == tuple(range(x.shape[0])) else x[np.asarray(index)]
 
 
 def init_cache(
@@ -183,13 +216,13 @@ def init_cache(
     specs = group_specs(model, max_len=max_len, config=config, dtype=dtype)
     for spec in specs:
         _warn_low_bits(spec)
-    layer_map = {
+    slot_of = {
         layer: (g, slot) for g, spec in enumerate(specs) for slot, layer in enumerate(spec.layers)
     }
     return KVCache(
         groups=tuple(_init_group(spec, batch, calibration, apart) for spec in specs),
         length=jnp.zeros((batch,), jnp.int32),
-        layer_map=tuple(layer_map[layer] for layer in range(model.num_layers)),
+        layer_map=tuple(slot_of[model.source_of(layer)] for layer in range(model.num_layers)),
         max_len=max_len,
     )
 
@@ -197,30 +230,64 @@ def init_cache(
 def group_specs(
     model: ModelConfig, *, max_len: int, config: CacheConfig, dtype: Any
 ) -> tuple[GroupSpec, ...]:
-    """The groups of layers that share shapes and codecs, in the order of their first layers."""
-    layers: dict[tuple[Codec, Codec], list[int]] = {}
-    for layer, pair in enumerate(config.codecs(model.num_layers)):
-        layers.setdefault(pair, []).append(layer)
+    """The groups of layers that share shapes, codecs and windows, in the order of their first
+    layers. Only owners of keys and values are in them."""
+    pairs = config.codecs(model.num_layers)
+    need(
+        config.mla_rope_bits is None or model.mla is not None,
+        "mla_rope_bits",
+        "None: this model has no latent attention",
+        config.mla_rope_bits,
+    )
+    layers: dict[tuple[Codec, Codec, int | None], list[int]] = {}
+    for layer, pair in enumerate(pairs):
+        owner = model.source_of(layer)
+        fix = f"Layer {layer} reads layer {owner}'s cache: give both one codec."
+        need(pair == pairs[owner], "layers", f"layer {layer} as layer {owner}", pair, fix)
+        if owner != layer:
+            continue
+        window = model.window_of(layer)
+        window = None if window is None or window >= max_len else window
+        codec_pair = pair if model.mla is None else latent_codecs(pair, config.mla_rope_bits)
+        layers.setdefault((*codec_pair, window), []).append(layer)
+    return tuple(
+        _spec(model, config, k, v, window, members, max_len, dtype)
+        for (k, v, window), members in layers.items()
+    )
 
-    def spec(k_codec: Codec, v_codec: Codec, members: list[int]) -> GroupSpec:
-        shape = {"head_dim": model.head_dim, "page_size": config.page_size}
-        k_codec.check(**shape, role="k")
-        v_codec.check(**shape, role="v")
-        raw = k_codec.name == v_codec.name == "raw"
-        return GroupSpec(
-            layers=tuple(members),
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            k_codec=k_codec,
-            v_codec=v_codec,
-            page_size=config.page_size,
-            sinks=(0 if raw else 4) if config.sinks is None else config.sinks,
-            recent=(0 if raw else 64) if config.recent is None else config.recent,
-            max_len=max_len,
-            dtype=jnp.dtype(dtype),
-        )
 
-    return tuple(spec(k, v, members) for (k, v), members in layers.items())
+def _spec(
+    model: ModelConfig,
+    config: CacheConfig,
+    k_codec: Codec,
+    v_codec: Codec,
+    window: int | None,
+    members: list[int],
+    max_len: int,
+    dtype: Any,
+) -> GroupSpec:
+    heads, k_dim, v_dim = model.cache_shape
+    k_codec.check(
+        head_dim=k_dim, page_size=config.page_size, role="k" if model.mla is None else "v"
+    )
+    v_codec.check(head_dim=v_dim, page_size=config.page_size, role="v")
+    raw = k_codec.name == v_codec.name == "raw"
+    sinks = (0 if raw else 4) if config.sinks is None else config.sinks
+    return GroupSpec(
+        layers=tuple(members),
+        num_kv_heads=heads,
+        head_dim=k_dim,
+        k_codec=k_codec,
+        v_codec=v_codec,
+        page_size=config.page_size,
+        sinks=sinks if window is None else 0,  # a window leaves the first tokens behind
+        recent=(0 if raw else 64) if config.recent is None else config.recent,
+        max_len=max_len,
+        dtype=jnp.dtype(dtype),
+        v_head_dim=v_dim,
+        window=window,
+        latent=model.mla is not None,
+    )
 
 
 def _warn_low_bits(spec: GroupSpec) -> None:
@@ -246,23 +313,23 @@ def _init_group(
 ) -> LayerGroup:
     slots, pages = len(spec.layers), spec.pages_per_row
 
-    def params_of(codec: Codec, role: int) -> Params:
+    def params_of(codec: Codec, dim: int, role: int) -> Params:
         def one(layer: int) -> Params:
             if calibration is not None and calibration[layer][role]:
                 return calibration[layer][role]
-            return codec.init_params(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim)
+            return codec.init_params(num_kv_heads=spec.num_kv_heads, head_dim=dim)
 
         return jax.tree.map(lambda *a: jnp.stack(a), *[one(layer) for layer in spec.layers])
 
-    H, E = spec.head_dim, spec.exact_slots
+    H, R, E = spec.head_dim, spec.v_head_dim, spec.exact_slots
     rows = (slots, batch, spec.num_kv_heads)
     table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(1, batch, pages)
     return LayerGroup(
         pool=init_pool(spec, batch=batch, apart=apart),
         k_exact=jnp.zeros((*rows, H, E), spec.dtype),
-        v_exact=jnp.zeros((*rows, E, H), spec.dtype),
+        v_exact=jnp.zeros((*rows, E, R), spec.dtype),
         table=jnp.repeat(table, slots, axis=0),
-        k_params=params_of(spec.k_codec, 0),
-        v_params=params_of(spec.v_codec, 1),
+        k_params=params_of(spec.k_codec, H, 0),
+        v_params=params_of(spec.v_codec, R, 1),
         spec=spec,
     )

@@ -71,10 +71,10 @@ def init_pool(spec: GroupSpec, *, batch: int, apart: bool) -> Pool:
     slots, pages = len(spec.layers), batch * spec.pages_per_row
     blocks = slots if apart else 1
 
-    def of(codec: Codec) -> tuple[Codes, ...]:
+    def of(codec: Codec, dim: int) -> tuple[Codes, ...]:
         shapes = codec.code_shapes(
             tokens=spec.page_size,
-            head_dim=spec.head_dim,
+            head_dim=dim,
             num_kv_heads=spec.num_kv_heads,
             dtype=spec.dtype,
         )
@@ -84,4 +84,5 @@ def init_pool(spec: GroupSpec, *, batch: int, apart: bool) -> Pool:
             for _ in range(blocks)
         )
 
-    return Pool(of(spec.k_codec), of(spec.v_codec), slots=slots, pages=pages)
+    k, v = of(spec.k_codec, spec.head_dim), of(spec.v_codec, spec.v_head_dim)
+    return Pool(k, v, slots=slots, pages=pages)

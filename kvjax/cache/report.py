@@ -50,7 +50,7 @@ def cache_report(cache: KVCache) -> dict[str, Any]:
     total = _nbytes(cache)
     capacity = cache.batch * cache.max_len
     specs = [g.spec for g in cache.groups]
-    numbers = capacity * sum(2 * len(s.layers) * s.num_kv_heads * s.head_dim for s in specs)
+    numbers = capacity * sum(len(s.layers) * numbers_of(s) for s in specs)
     raw = numbers * specs[0].dtype.itemsize
     return {
         "total_bytes": total,
@@ -69,6 +69,11 @@ def cache_report(cache: KVCache) -> dict[str, Any]:
     }
 
 
+def numbers_of(spec: GroupSpec) -> int:
+    """Cached numbers of a token and layer."""
+    return spec.num_kv_heads * (spec.head_dim + spec.v_head_dim)
+
+
 def split_bytes(pages: Mapping[str, Any]) -> tuple[int, int]:
     """(codes, side arrays) in bytes, of pages or their shapes: `words*` and `x` are codes."""
     code = side = 0
@@ -81,22 +86,32 @@ def split_bytes(pages: Mapping[str, Any]) -> tuple[int, int]:
     return code, side
 
 
-def bits_of(codec: Codec, spec: GroupSpec, *, dtype: Any = None) -> tuple[float, float]:
+def bits_of(
+    codec: Codec, spec: GroupSpec, *, role: str = "k", dtype: Any = None
+) -> tuple[float, float]:
     """Bits of a sealed number: (of its codes alone, with its scales and outliers)."""
-    shapes = codec.code_shapes(
-        tokens=spec.page_size, head_dim=spec.head_dim, dtype=dtype or spec.dtype
-    )
+    dim = spec.head_dim if role == "k" else spec.v_head_dim
+    shapes = codec.code_shapes(tokens=spec.page_size, head_dim=dim, dtype=dtype or spec.dtype)
     code, side = split_bytes(shapes)
-    numbers = spec.page_size * spec.head_dim
+    numbers = spec.page_size * dim
     return 8 * code / numbers, 8 * (code + side) / numbers
 
 
 def mean_bits(specs: list[GroupSpec], *, dtype: Any = None) -> dict[str, float]:
-    """Effective bits of keys, of values and of both, over all layers."""
-    layers = sum(len(spec.layers) for spec in specs)
-    k = sum(len(s.layers) * bits_of(s.k_codec, s, dtype=dtype)[1] for s in specs) / layers
-    v = sum(len(s.layers) * bits_of(s.v_codec, s, dtype=dtype)[1] for s in specs) / layers
-    return {"k": k, "v": v, "mean": (k + v) / 2}
+    """Effective bits of keys, of values and of both, over all layers that own them."""
+
+    def total(role: str) -> tuple[float, int]:
+        bits, numbers = 0.0, 0
+        for spec in specs:
+            codec = spec.k_codec if role == "k" else spec.v_codec
+            n = len(spec.layers) * (spec.head_dim if role == "k" else spec.v_head_dim)
+            bits += n * bits_of(codec, spec, role=role, dtype=dtype)[1]
+            numbers += n
+        return bits, numbers
+
+    (k, k_numbers), (v, v_numbers) = total("k"), total("v")
+    mean = (k + v) / (k_numbers + v_numbers)
+    return {"k": k / k_numbers, "v": v / v_numbers, "mean": mean}
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -113,11 +128,17 @@ def format_report(report: dict[str, Any]) -> str:
     for group in report["codecs"]:
         bits = group["effective_bits"]
         first, last = group["layers"][0], group["layers"][-1]
+        k, v = ("latents", "rotated keys") if group["latent"] else ("keys", "values")
+        window = group["window"]
         lines.append(
-            f"  layers {first}-{last}: keys {group['k']} {bits['k']:.3g} bits,"
-            f" values {group['v']} {bits['v']:.3g} bits; exact: first {group['sinks']},"
+            f"  layers {first}-{last}: {k} {group['k']} {bits['k']:.3g} bits,"
+            f" {v} {group['v']} {bits['v']:.3g} bits; exact: first {group['sinks']},"
             f" last {group['recent']} and a page of {group['page_size']} that fills"
+            if group["pages"] or window is None
+            else f"  layers {first}-{last}: exact, the last {window}"
         )
+        if window is not None and group["pages"]:
+            lines.append(f"    a window of {window}: {group['pages']} pages a row")
     lines.append(f"  {report['bf16_ratio']:.2f} times smaller than bfloat16 of the same capacity")
     return "\n".join(lines)
 
@@ -139,6 +160,9 @@ def _group(spec: GroupSpec) -> dict[str, Any]:
         "page_size": spec.page_size,
         "sinks": spec.sinks,
         "recent": spec.recent,
+        "window": spec.window,
+        "pages": spec.pages_per_row,
+        "latent": spec.latent,
         "effective_bits": mean_bits([spec]),
     }
 

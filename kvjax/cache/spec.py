@@ -4,6 +4,10 @@ A row's tokens, in order: the first `sinks` stay exact for ever; of the others, 
 *sealed* (encoded once into the pool) as soon as `recent` newer tokens exist; the rest lie exact in
 a ring of `recent + page_size` slots. So everything is a function of a row's length alone: any split
 of the same tokens into calls gives the same cache.
+
+Layers with a window have a ring of pages too: page i of a row lies in slot i of the table modulo
+its width, which is what the window can reach beyond the exact tokens. Where the exact ring holds
+the whole window there are no pages.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ class GroupSpec:
 
     layers: tuple[int, ...]  # model layers that own a slot here, in slot order
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of keys; with MLA of the latent, which is key and value
     k_codec: Codec
     v_codec: Codec
     page_size: int
@@ -31,10 +35,20 @@ class GroupSpec:
     recent: int
     max_len: int
     dtype: Any
+    v_head_dim: int  # of values; with MLA of the rotated key
+    window: int | None = None  # tokens back that a query sees, itself included
+    latent: bool = False
+
+    @property
+    def exact_window(self) -> bool:
+        """Whether the exact ring holds all that the window can reach: nothing is sealed."""
+        return self.window is not None and self.window - 1 <= self.recent + self.page_size
 
     @property
     def ring(self) -> int:
         """Slots of the exact ring: the guaranteed recent tokens and a page that fills up."""
+        if self.window is not None and self.exact_window:
+            return max(1, self.window - 1)
         return self.recent + self.page_size
 
     @property
@@ -43,12 +57,40 @@ class GroupSpec:
 
     @property
     def pages_per_row(self) -> int:
-        """Sealed pages of a row that is `max_len` tokens long."""
-        return max(0, (self.max_len - self.sinks - self.recent) // self.page_size)
+        """Sealed pages of a row that is `max_len` tokens long, or that a window can reach."""
+        if self.exact_window:
+            return 0
+        pages = max(0, (self.max_len - self.sinks - self.recent) // self.page_size)
+        if self.window is None:
+            return pages
+        return min(pages, -(-(self.window - 1 - self.recent) // self.page_size))
 
     def sealed_pages(self, length: Int[Array, ...]) -> Int[Array, ...]:
-        """How many pages of a row of this length are sealed."""
+        """How many pages of a row of this length have been sealed, those that a window has left
+        behind included."""
+        if self.exact_window:
+            return jnp.zeros_like(length)
         return jnp.maximum(0, (length - self.sinks - self.recent) // self.page_size)
+
+    def used_pages(self, length: Int[Array, "B"]) -> Int[Array, "B"]:
+        """Slots of a row's table that hold a page."""
+        return jnp.minimum(self.sealed_pages(length), self.pages_per_row)
+
+    def paged_token(
+        self, slot_token: Int[Array, "S"], length: Int[Array, "B"]
+    ) -> Int[Array, "B S"]:
+        """Which token of each row lies at place `slot_token` of its pages, in table order.
+
+        The place counts tokens from the table's first slot. Without a window it is the same in
+        every row.
+        """
+        B, S = length.shape[0], slot_token.shape[0]
+        token = jnp.broadcast_to(slot_token[None], (B, S))
+        if self.window is not None:
+            slot, newest = token // self.page_size, self.sealed_pages(length)[:, None] - 1
+            page = newest - (newest - slot) % self.pages_per_row
+            token = page * self.page_size + token % self.page_size
+        return self.sinks + token
 
     def exact_slot(self, token: Int[Array, ...]) -> Int[Array, ...]:
         """The exact slot that holds (or held) a token."""

@@ -73,8 +73,8 @@ def write_safetensors(path: Path, model: Transformer) -> None:
     codes = {dtype: code for code, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (array, layer, transpose) in sources.items():
-        shape = array.shape if layer is None else array.shape[1:]
+    for name, (array, index, transpose) in sources.items():
+        shape = array.shape[len(index) :]
         size = math.prod(shape) * array.dtype.itemsize
         header[name] = {
             "dtype": codes[np.dtype(array.dtype)],
@@ -86,19 +86,19 @@ def write_safetensors(path: Path, model: Transformer) -> None:
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for array, layer, transpose in sources.values():
-            data = np.asarray(array if layer is None else array[layer])
+        for array, index, transpose in sources.values():
+            data = np.asarray(array[index] if index else array)
             file.write(np.ascontiguousarray(data.T if transpose else data).tobytes())
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sources(model: Transformer) -> dict[str, tuple[Array, int | None, bool]]:
-    """HF name -> (parameter, index into its layer axis or None, whether it is transposed)."""
+def _sources(model: Transformer) -> dict[str, tuple[Array, tuple[int, ...], bool]]:
+    """HF name -> (parameter, index into its leading axes, whether it is transposed)."""
     flat = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     found = {
-        name: (flat[slot.path][...], i if slot.stacked else None, slot.transpose)
+        name: (flat[slot.path][...], index, slot.transpose)
         for slot in slots(model)
-        for i, name in enumerate(slot.names)
+        for index, name in zip(np.ndindex(slot.lead), slot.names, strict=True)
     }
     return dict(sorted(found.items()))

@@ -7,12 +7,17 @@ refused. Where a key is absent the value is transformers' default for the family
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
+from kvjax.checkpoints.family_table import FAMILIES, Family
 from kvjax.checkpoints.fields import ANY, Fields
 from kvjax.checkpoints.rope import rope_from_hf, rope_to_hf
-from kvjax.config import ModelConfig, near
+from kvjax.config import ModelConfig, model_config_from_dict, near, to_dict
+
+#: the model_type of what no Hugging Face family can say
+OWN = "kvjax"
 
 # gelu_new and gelu_pytorch_tanh are the same function.
 ACTIVATIONS = {
@@ -62,20 +67,23 @@ HARMLESS: dict[str, Any] = {
     "partial_rotary_factor": (1, 1.0),
     "sliding_window": (),
     "use_sliding_window": (False,),
+    "cache_implementation": ANY,
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """What a model_type means beyond the keys that all families share."""
-
-    architecture: str
-    rms_norm_eps: float  # transformers' default
-    bias_on_output: bool  # attention_bias covers the output projection too
-
-
-FAMILIES = {
-    "llama": Family(architecture="LlamaForCausalLM", rms_norm_eps=1e-6, bias_on_output=True),
+#: keys that all families have, by our name: (HF's, type)
+_SHARED: dict[str, tuple[str, type]] = {
+    "vocab_size": ("vocab_size", int),
+    "hidden_size": ("hidden_size", int),
+    "intermediate_size": ("intermediate_size", int),
+    "num_layers": ("num_hidden_layers", int),
+    "num_heads": ("num_attention_heads", int),
+}
+_OPTIONAL: dict[str, tuple[str, type, Any]] = {
+    "rms_norm_eps": ("rms_norm_eps", float, 1e-6),
+    "tie_word_embeddings": ("tie_word_embeddings", bool, False),
+    "max_position_embeddings": ("max_position_embeddings", int, 2048),
+    "initializer_range": ("initializer_range", float, 0.02),
 }
 
 
@@ -90,36 +98,32 @@ def model_config(
     generation_config: generation_config.json, whose bos, eos and pad ids win over the config's; its
         other keys are sampling defaults and belong to no model.
     """
+    if hf_config.get("model_type") == OWN:
+        return _own_config(hf_config, where)
     fields = Fields(hf_config, where)
     family = _family(fields)
-    hidden_size, num_heads = (
-        fields.take("hidden_size", int),
-        fields.take("num_attention_heads", int),
-    )
-    attention_bias = fields.take("attention_bias", bool, False)
-    max_positions = fields.take("max_position_embeddings", int, 2048)
-    known: dict[str, Any] = {
-        "vocab_size": fields.take("vocab_size", int),
-        "hidden_size": hidden_size,
-        "intermediate_size": fields.take("intermediate_size", int),
-        "num_layers": fields.take("num_hidden_layers", int),
-        "num_heads": num_heads,
-        "num_kv_heads": fields.take("num_key_value_heads", int, num_heads),
-        "head_dim": fields.take("head_dim", int, None) or _head_dim(hidden_size, num_heads, where),
-        "rope": rope_from_hf(fields, max_position_embeddings=max_positions),
-        "rms_norm_eps": fields.take("rms_norm_eps", float, family.rms_norm_eps),
-        "hidden_act": _activation(fields),
-        "attention_bias": attention_bias,
-        "attention_out_bias": attention_bias and family.bias_on_output,
-        "mlp_bias": fields.take("mlp_bias", bool, False),
-        "tie_word_embeddings": fields.take("tie_word_embeddings", bool, False),
-        "max_position_embeddings": max_positions,
-        "initializer_range": fields.take("initializer_range", float, 0.02),
-    }
+    known: dict[str, Any] = {k: fields.take(hf, kind) for k, (hf, kind) in _SHARED.items()}
+    for ours, (hf, kind, default) in _OPTIONAL.items():
+        key = family.keys.get(hf, hf)
+        known[ours] = fields.take(key, kind, family.defaults.get(hf, default))
+    heads = known["num_heads"]
+    kv_heads = family.defaults.get("num_key_value_heads", heads)
+    known["num_kv_heads"] = fields.take("num_key_value_heads", int, kv_heads)
+    known["hidden_act"] = _activation(fields, family.keys.get("hidden_act", "hidden_act"))
+    head_dim = fields.take("head_dim", int, family.defaults.get("head_dim"))
+    if not family.own_rope:
+        known["rope"] = rope_from_hf(
+            fields,
+            max_position_embeddings=known["max_position_embeddings"],
+            theta=family.defaults.get("rope_theta", 10000.0),
+        )
+    own = family.read(fields, known)
+    if "head_dim" not in own:
+        known["head_dim"] = head_dim or _head_dim(known["hidden_size"], heads, where)
     special = _special_ids(fields, generation_config or {})
     fields.drop(HARMLESS)
     fields.finish(_HF_KEYS)
-    return ModelConfig(**known, **special)
+    return ModelConfig(**{**known, **family.fixed, **own, **special})
 
 
 _HF_KEYS = _words(
@@ -127,6 +131,13 @@ _HF_KEYS = _words(
     " num_key_value_heads rope_parameters rope_scaling rope_theta rms_norm_eps hidden_act"
     " attention_bias mlp_bias tie_word_embeddings max_position_embeddings initializer_range"
 )
+
+
+def _own_config(data: Mapping[str, Any], where: str) -> ModelConfig:
+    config = data.get("model")
+    if not isinstance(config, dict):
+        raise ValueError(f"{where}: model: expected a kvjax model's fields, got {config!r}.")
+    return model_config_from_dict(config)
 
 
 def _family(fields: Fields) -> Family:
@@ -156,11 +167,12 @@ def _head_dim(hidden_size: int, num_heads: int, where: str) -> int:
     return hidden_size // num_heads
 
 
-def _activation(fields: Fields) -> str:
-    name = fields.take("hidden_act", str, "silu")
+def _activation(fields: Fields, key: str) -> str:
+    default = "silu" if key == "hidden_act" else "gelu_pytorch_tanh"
+    name = fields.take(key, str, default)
     if name not in ACTIVATIONS:
         raise ValueError(
-            f"{fields.where}: hidden_act: expected one of {sorted(ACTIVATIONS)}, got {name!r}."
+            f"{fields.where}: {key}: expected one of {sorted(ACTIVATIONS)}, got {name!r}."
             f"{near(name, ACTIVATIONS)}"
         )
     return ACTIVATIONS[name]
@@ -180,37 +192,55 @@ def _special_ids(fields: Fields, generation: Mapping[str, Any]) -> dict[str, Any
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a ModelConfig: the inverse of `model_config`."""
-    if config.attention_bias != config.attention_out_bias:
-        raise ValueError(
-            "attention_out_bias: expected the value of attention_bias for a Llama config.json, got"
-            f" attention_bias={config.attention_bias}, attention_out_bias="
-            f"{config.attention_out_bias}. Llama has one key for both."
-        )
+    """The config.json of a ModelConfig: of the first family that can say all of it, which is found
+    by reading it back. What no family has (CLA, YOCO, ...) is kvjax's own model_type, which
+    transformers does not load."""
+    for name, family in FAMILIES.items():
+        data = {**_shared(config, family), "model_type": name, **family.write(config)}
+        data = {**data, "architectures": [family.architecture]}
+        try:
+            said = model_config(data)
+        except ValueError:
+            continue
+        if _plain(said) == _plain(config):
+            return data
+    own = json.loads(json.dumps(to_dict(config)))
+    return {"architectures": ["KvjaxForCausalLM"], "model_type": OWN, "model": own, **_ids(config)}
+
+
+def _plain(config: ModelConfig) -> ModelConfig:
+    """Without differences of form: an explicit default scale, layer types that are all full."""
+    changes: dict[str, Any] = {}
+    if config.attention_scale == config.head_dim**-0.5:
+        changes["attention_scale"] = None
+    if set(config.layer_types) == {"full_attention"}:
+        changes["layer_types"] = ()
+    if config.kv_source == tuple(range(config.num_layers)):
+        changes["kv_source"] = ()
+    if config.rope_local == config.rope:
+        changes["rope_local"] = None
+    return dataclasses.replace(config, **changes)
+
+
+def _ids(config: ModelConfig) -> dict[str, Any]:
     eos = config.eos_token_ids
-    back = {ours: hf for hf, ours in reversed(ACTIVATIONS.items())}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": back[config.hidden_act],
-        "rms_norm_eps": config.rms_norm_eps,
-        "attention_bias": config.attention_bias,
-        "attention_dropout": 0.0,
-        "mlp_bias": config.mlp_bias,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "max_position_embeddings": config.max_position_embeddings,
-        "initializer_range": config.initializer_range,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
         "pad_token_id": config.pad_token_id,
-        "pretraining_tp": 1,
-        "use_cache": True,
-        **rope_to_hf(config.rope),
     }
+
+
+def _shared(config: ModelConfig, family: Family) -> dict[str, Any]:
+    back = {ours: hf for hf, ours in reversed(ACTIVATIONS.items())}
+    names = {ours: hf for ours, (hf, _) in _SHARED.items()}
+    names |= {ours: hf for ours, (hf, _, _) in _OPTIONAL.items()}
+    shared: dict[str, Any] = {hf: getattr(config, ours) for ours, hf in names.items()}
+    shared |= {
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": back[config.hidden_act],
+    }
+    shared = {family.keys.get(hf, hf): value for hf, value in shared.items()}
+    rope = {} if family.own_rope else rope_to_hf(config.rope)
+    return {**shared, "attention_dropout": 0.0, "use_cache": True, **_ids(config), **rope}

@@ -35,6 +35,10 @@ class Fields:
             raise ValueError(f"{self.where}: {key}: expected {names}, got {value!r}.")
         return float(cast(float, value)) if kind is float else value
 
+    def has(self, key: str) -> bool:
+        """Whether the config has the key, null included."""
+        return key in self._left
+
     def drop(self, harmless: Mapping[str, Any]) -> None:
         """Drops keys that change no results: of `ANY` value, or None or one of a tuple."""
         for key, allowed in harmless.items():

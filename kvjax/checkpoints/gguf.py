@@ -18,29 +18,18 @@ import numpy as np
 
 from kvjax.checkpoints.families import model_config
 from kvjax.checkpoints.fields import ANY, Fields
+from kvjax.checkpoints.gguf_architectures import ARCHITECTURES
 from kvjax.checkpoints.gguf_file import StoredTensor, read_gguf
 from kvjax.checkpoints.gguf_tokenizer import end_ids, tokenizer_from_gguf
 from kvjax.checkpoints.tensors import Checkpoint, LazyTensor
 
-ARCHITECTURES = ("llama",)
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _ROPE_FREQS = "rope_freqs.weight"
-# Under "llama.": keys that change no logits, for any value or for the values listed.
+# Under the architecture's name: keys that change no logits, for any value or for the values listed.
 HARMLESS: dict[str, Any] = {
     "rope.scaling.finetuned": ANY,
     "rope.scaling.attn_factor": (1.0,),
@@ -60,14 +49,17 @@ def open_gguf(path: Path) -> Checkpoint:
     _check_whole(path, file.metadata)
     raw = hf_config_from_gguf(file.metadata, file.tensors, where=str(path))
     config = model_config(raw, where=str(path))
+    kind = ARCHITECTURES[file.metadata["general.architecture"]]
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    heads = heads if kind.interleaved else {}
     tensors = {}
     for name, tensor in file.tensors.items():
         if name == _ROPE_FREQS:  # understood by hf_config_from_gguf
             continue
-        hf = hf_name(name, where=str(path))
+        hf = hf_name(name, kind.block, where=str(path))
         turned = next((n for part, n in heads.items() if f".{part}." in hf), None)
-        tensors[hf] = _lazy(tensor, turned)
+        offset = kind.norm_offset if "norm" in hf.split(".")[-2] else 0
+        tensors[hf] = _lazy(tensor, turned, offset)
     return Checkpoint(path, config, raw, tensors, tokenizer_from_gguf(file.metadata))
 
 
@@ -76,8 +68,8 @@ def _check_whole(path: Path, metadata: Mapping[str, Any]) -> None:
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ValueError(
-            f"{path}: general.architecture: expected one of {ARCHITECTURES}, got {architecture!r}."
-            " Use a model of a supported family."
+            f"{path}: general.architecture: expected one of {tuple(ARCHITECTURES)}, got"
+            f" {architecture!r}. Use a model of a supported family."
         )
     if kind != "model":
         raise ValueError(
@@ -90,22 +82,27 @@ def _check_whole(path: Path, metadata: Mapping[str, Any]) -> None:
         )
 
 
-def hf_name(name: str, *, where: str = "GGUF") -> str:
-    """The Hugging Face name of a llama tensor: output_norm.weight -> model.norm.weight."""
+def hf_name(name: str, parts: Mapping[str, str], *, where: str = "GGUF") -> str:
+    """The Hugging Face name of a tensor: output_norm.weight -> model.norm.weight.
+
+    parts: names inside a block.
+    """
     block = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if block and block[2] in _BLOCK:
-        return f"model.layers.{block[1]}.{_BLOCK[block[2]]}.{block[3]}"
+    if block and block[2] in parts:
+        return f"model.layers.{block[1]}.{parts[block[2]]}.{block[3]}"
     top = re.fullmatch(r"(\w+)\.(weight|bias)", name)
     if top and top[1] in _TOP:
         return f"{_TOP[top[1]]}.{top[2]}"
     raise ValueError(
-        f"{where}: expected tensors of a Llama model, got {name!r}, which kvjax has no place for."
+        f"{where}: expected tensors of the model's family, got {name!r}, which kvjax has no place"
+        " for."
     )
 
 
-def _lazy(tensor: StoredTensor, heads: int | None) -> LazyTensor:
+def _lazy(tensor: StoredTensor, heads: int | None, offset: int) -> LazyTensor:
     def load() -> np.ndarray:
         values = tensor.read()
+        values = values - np.float32(offset) if offset else values
         return values if heads is None else half_split_rows(values, heads)
 
     return LazyTensor(tensor.shape, np.dtype(np.float32), load)
@@ -126,10 +123,11 @@ def interleave_rows(values: np.ndarray, heads: int) -> np.ndarray:
 def hf_config_from_gguf(
     metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor], *, where: str = "GGUF"
 ) -> dict[str, Any]:
-    """A Hugging Face config of a llama GGUF. Unknown keys under "llama." are errors."""
-    prefix = "llama."
+    """A Hugging Face config of a GGUF. Unknown keys under the architecture's name are errors."""
+    name = metadata.get("general.architecture", "llama")
+    kind, prefix = ARCHITECTURES[name], f"{name}."
     own = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
-    fields = Fields({k: _decimal(v) for k, v in own.items()}, where=f"{where}: llama.*")
+    fields = Fields({k: _decimal(v) for k, v in own.items()}, where=f"{where}: {name}.*")
     if "token_embd.weight" not in tensors:
         raise ValueError(f"{where}: token_embd.weight: expected the embedding tensor, got none.")
     hidden, heads = fields.take("embedding_length", int), fields.take("attention.head_count", int)
@@ -140,8 +138,8 @@ def hf_config_from_gguf(
     _expect(fields, "vocab_size", fields.take("vocab_size", int, rows), rows)
     eos = list(end_ids(metadata))
     config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
+        "model_type": kind.model_type,
+        "architectures": [kind.hf],
         "vocab_size": rows,
         "hidden_size": hidden,
         "intermediate_size": fields.take("feed_forward_length", int),
@@ -152,14 +150,12 @@ def hf_config_from_gguf(
         "max_position_embeddings": fields.take("context_length", int),
         "rms_norm_eps": fields.take("attention.layer_norm_rms_epsilon", float),
         "rope_theta": fields.take("rope.freq_base", float, 10000.0),
-        "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in tensors or "blk.0.attn_output.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors or "blk.0.ffn_down.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
     }
+    config |= kind.own(fields, config, tensors)
     config["rope_scaling"] = _rope_scaling(fields, config, tensors.get(_ROPE_FREQS))
     fields.drop(HARMLESS)
     fields.finish(HARMLESS)

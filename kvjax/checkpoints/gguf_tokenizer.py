@@ -166,12 +166,9 @@ def _add_tokens(
         if kind in (UNKNOWN, CONTROL):
             backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         elif kind == USER_DEFINED:
-            if sentencepiece and "▁" in token:
-                raise ValueError(
-                    f"tokenizer.ggml.tokens: expected user-defined tokens without spaces, got"
-                    f" {token!r}. Use the model's Hugging Face folder."
-                )
-            backend.add_tokens([AddedToken(token, special=False, normalized=False)])
+            # runs of spaces (Gemma) are found once spaces are ▁, as SentencePiece finds them
+            spaces = sentencepiece and "▁" in token
+            backend.add_tokens([AddedToken(token, special=False, normalized=spaces)])
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:

@@ -18,30 +18,24 @@ class Slot(NamedTuple):
     """One parameter of the model and the tensors that fill it."""
 
     path: tuple  # in the module tree
-    names: tuple[str, ...]  # Hugging Face tensors; several are stacked along a new leading axis
+    names: tuple[str, ...]  # Hugging Face tensors, in the order of the leading axes
+    lead: tuple[int, ...]  # leading axes over them: of layers, of experts
     transpose: bool  # HF stores [out, in], kvjax [in, out]
 
-    @property
-    def stacked(self) -> bool:
-        """Whether the parameter has a leading axis over `names`."""
-        return self.path[:2] == ("stack", "stack")
 
-
-#: per decoder layer: path in DecoderLayer -> (HF name under model.layers.N, transposed)
-LAYER_TENSORS = {
-    ("input_norm", "weight"): ("input_layernorm.weight", False),
-    ("post_norm", "weight"): ("post_attention_layernorm.weight", False),
-} | {
-    (module, proj, ours): (f"{theirs}.{proj}.{'weight' if ours == 'kernel' else 'bias'}", kernel)
-    for module, theirs, projections in (
-        ("attention", "self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")),
-        ("mlp", "mlp", ("gate_proj", "up_proj", "down_proj")),
-    )
-    for proj in projections
-    for ours, kernel in (("kernel", True), ("bias", False))
+#: in a decoder layer: our module -> HF's, under model.layers.N
+_NORMS = {
+    "input_norm": "input_layernorm",
+    "kv_norm": "kv_layernorm",  # kvjax's own: no Hugging Face family has it
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
 }
-
-MODEL_TENSORS = {
+_ATTENTION = {
+    "q_a_norm": "q_a_layernorm",
+    "kv_a_norm": "kv_a_layernorm",
+    "kv_a_proj": "kv_a_proj_with_mqa",
+}
+_MODEL = {
     ("embedding",): ("model.embed_tokens.weight", False),
     ("norm", "weight"): ("model.norm.weight", False),
     ("lm_head", "kernel"): ("lm_head.weight", True),
@@ -51,19 +45,41 @@ MODEL_TENSORS = {
 def slots(model: Transformer) -> Iterator[Slot]:
     """Every parameter of a model (abstract or real) with the tensors it is made of."""
     for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        yield _slot(tuple(path), model.config.num_layers)
+        yield _slot(tuple(path), model)
 
 
-def _slot(path: tuple, num_layers: int) -> Slot:
-    if path in MODEL_TENSORS:
-        name, transpose = MODEL_TENSORS[path]
-        return Slot(path, (name,), transpose)
+def _slot(path: tuple, model: Transformer) -> Slot:
+    if path in _MODEL:
+        name, transpose = _MODEL[path]
+        return Slot(path, (name,), (), transpose)
+    config = model.config
     if path[:2] == ("stack", "layers"):
-        layers, rest = [path[2]], path[3:]
+        layers, rest = (path[2],), path[3:]
     else:
-        layers, rest = list(range(num_layers)), path[2:]
-    name, transpose = LAYER_TENSORS[rest]
-    return Slot(path, tuple(f"model.layers.{i}.{name}" for i in layers), transpose)
+        layers, rest = model.stack.plan[path[2]].layers(path[3]), path[4:]
+    names = [f"model.layers.{n}.{name}" for n in layers for name in _tensors(config, n, rest)]
+    axes = (len(layers), len(names) // len(layers))
+    lead = tuple(axis for axis in axes if axis > 1)
+    return Slot(path, tuple(names), lead, rest[-1] == "kernel")
+
+
+def _tensors(config: ModelConfig, layer: int, path: tuple) -> list[str]:
+    """The tensors of a layer's parameter: one, or one an expert."""
+    end = {"kernel": ".weight", "weight": ".weight", "bias": ".bias"}.get(path[-1], "")
+    part, module = path[0], path[1]
+    if part == "attention":
+        name = _ATTENTION.get(module, module)
+        return [f"self_attn.{name}{end}"]
+    if part != "mlp":
+        after = "pre_feedforward" if config.norm_placement == "sandwich" else "post_attention"
+        return [f"{_NORMS.get(part, f'{after}_layernorm')}{end}"]
+    if config.moe is None or not config.is_moe(layer):
+        return [f"mlp.{module}{end}"]
+    if module in ("router", "correction"):
+        return [f"mlp.gate{end}" if end else "mlp.gate.e_score_correction_bias"]
+    if module == "shared":
+        return [f"mlp.shared_experts.{path[2]}{end}"]
+    return [f"mlp.experts.{e}.{module}{end}" for e in range(config.moe.num_experts)]
 
 
 def abstract_model(config: ModelConfig, *, dtype: str, form: Form | None) -> Transformer:
@@ -86,11 +102,12 @@ def fill(model: Transformer, tensors) -> Transformer:
 
 
 def _array(slot: Slot, tensors, variable) -> jnp.ndarray:
-    want = variable.shape[1:] if slot.stacked else variable.shape
-    parts = [_read(name, tensors[name], want, slot.transpose) for name in slot.names]
-    if not slot.stacked:
-        return jnp.asarray(parts[0], variable.dtype)
-    return jnp.stack([jnp.asarray(p, variable.dtype) for p in parts])
+    want = variable.shape[len(slot.lead) :]
+    parts = [
+        jnp.asarray(_read(name, tensors[name], want, slot.transpose), variable.dtype)
+        for name in slot.names
+    ]
+    return jnp.stack(parts).reshape(variable.shape) if slot.lead else parts[0]
 
 
 def _read(name: str, tensor, want: tuple[int, ...], transpose: bool) -> np.ndarray:

@@ -8,7 +8,6 @@ from typing import Any
 from kvjax.checkpoints.fields import ANY, Fields
 from kvjax.config import ROPE_TYPES, RopeConfig, near
 
-DEFAULT_THETA = 10000.0
 # Our fields that each type has besides theta, and their keys' types.
 _KEYS: dict[str, dict[str, type]] = {
     "default": {},
@@ -32,9 +31,11 @@ _REQUIRED = {
 }
 
 
-def rope_from_hf(config: Fields, *, max_position_embeddings: int) -> RopeConfig:
-    """Takes the RoPE keys of `config`."""
-    theta = config.take("rope_theta", float, None)
+def rope_from_hf(
+    config: Fields, *, max_position_embeddings: int, theta: float = 10000.0
+) -> RopeConfig:
+    """Takes the RoPE keys of `config`. theta: where absent."""
+    outer_theta = config.take("rope_theta", float, None)
     old, new = config.take("rope_scaling", dict, None), config.take("rope_parameters", dict, None)
     outer = config.take("original_max_position_embeddings", int, None)
     if old and new and old != new:
@@ -45,7 +46,8 @@ def rope_from_hf(config: Fields, *, max_position_embeddings: int) -> RopeConfig:
     fields = Fields(
         new or old or {}, f"{config.where}: {'rope_parameters' if new else 'rope_scaling'}"
     )
-    theta = _same_theta(fields, theta)
+    given = _same_theta(fields, outer_theta)
+    theta = theta if given is None else given
     kind = _rope_type(fields)
     original = fields.take("original_max_position_embeddings", int, outer)
     values = {}
@@ -67,15 +69,14 @@ def rope_from_hf(config: Fields, *, max_position_embeddings: int) -> RopeConfig:
     return RopeConfig(theta=theta, type=kind, **values)
 
 
-def _same_theta(fields: Fields, outer: float | None) -> float:
+def _same_theta(fields: Fields, outer: float | None) -> float | None:
     inner = fields.take("rope_theta", float, None)
     if inner is not None and outer is not None and inner != outer:
         raise ValueError(
             f"{fields.where}: rope_theta: expected the config's rope_theta={outer}, got {inner}."
             " Keep one of them."
         )
-    theta = inner if inner is not None else outer
-    return DEFAULT_THETA if theta is None else theta
+    return inner if inner is not None else outer
 
 
 def _rope_type(fields: Fields) -> Any:

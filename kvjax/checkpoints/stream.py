@@ -45,11 +45,18 @@ class Pieces:
             piece = self._cache[token] = self._bytes(token)
         return piece
 
+    def _spaces(self, added: tokenizers.AddedToken) -> bool:
+        """Whether ▁ in an added token stands for a space: it is matched in normalised text."""
+        return added.normalized and not self._byte_level
+
     def _bytes(self, token: int) -> bytes:
         if token < 0:
             raise ValueError(f"token id: expected an int >= 0, got {token}.")
         if token in self._added:
-            return self._added[token].content.encode()
+            added = self._added[token]
+            return (
+                added.content.replace(_SPACE, " ") if self._spaces(added) else added.content
+            ).encode()
         text = self._backend.id_to_token(token)
         if text is None:  # a padding row of the embedding table: no token, no text
             return b""

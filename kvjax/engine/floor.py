@@ -21,11 +21,18 @@ from kvjax.model import Transformer
 def weight_matrices(model: Transformer) -> dict[str, Any]:
     """The matrices that a decode step reads whole.
 
-    layers: kernels `[in, out]`, or stacked `[L, in, out]`; and the output's: embedding `[V, D]`
-    if it is tied, head `[D, V]` otherwise.
+    layers: of each run of layers the kernels `[in, out]`, or stacked `[L, in, out]`; and the
+    output's: embedding `[V, D]` if it is tied, head `[D, V]` otherwise. A mixture's experts are all
+    counted, though a step with few rows reads the chosen ones.
     """
-    flat = nnx.to_flat_state(nnx.state(model.stack, nnx.Param))
-    layers = [value[...] for path, value in flat if path[-1] == "kernel"]
+    layers = []
+    for run, modules in zip(model.stack.plan, model.stack.modules(), strict=True):
+        flat = [kv for m in modules for kv in nnx.to_flat_state(nnx.state(m, nnx.Param))]
+        kernels = [value[...] for path, value in flat if path[-1] == "kernel"]
+        if run.repeats > 1:
+            layers.append(tuple(kernels))
+        else:
+            layers.extend((kernel,) for kernel in kernels)
     if model.lm_head is None:
         return {"layers": layers, "embedding": model.embedding[...]}
     return {"layers": layers, "head": model.lm_head.kernel[...]}
@@ -45,11 +52,11 @@ def read_weights(
 
 
 def _once(matrices: dict[str, Any], x: Array, batch: int) -> Array:
-    layers = matrices["layers"]
-    if layers[0].ndim == 3:  # stacked: scan, as the decoder does
-        x, _ = jax.lax.scan(lambda x, kernels: (_chain(kernels, x, batch), None), x, layers)
-    else:
-        x = _chain(layers, x, batch)
+    for kernels in matrices["layers"]:
+        if len(kernels) > 1:  # stacked: scan, as the decoder does
+            x, _ = jax.lax.scan(lambda x, each: (_chain(each, x, batch), None), x, kernels)
+        else:
+            x = _chain(kernels, x, batch)
     if "head" in matrices:
         return _chain([matrices["head"]], x, batch)
     table = matrices["embedding"]
@@ -58,7 +65,8 @@ def _once(matrices: dict[str, Any], x: Array, batch: int) -> Array:
 
 def _chain(kernels: list[Array], x: Array, batch: int) -> Array:
     for kernel in kernels:
-        x = _link(_rows(x, batch, kernel.shape[0], kernel.dtype) @ kernel)
+        rows = _rows(x, batch, kernel.shape[-2], kernel.dtype)
+        x = _link(jnp.matmul(rows, kernel) if kernel.ndim == 2 else rows[None] @ kernel)
     return x
 
 

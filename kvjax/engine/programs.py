@@ -44,9 +44,8 @@ def prefill_chunk(
 ) -> tuple[KVCache, Float[Array, "B V"]]:
     """Appends `new[b]` tokens to each row; `logits` become those after its last real token."""
     model = nnx.merge(graphdef, state)
-    x, cache = model.hidden(tokens, cache, new)
-    last = jnp.take_along_axis(x, jnp.maximum(new - 1, 0)[:, None, None], axis=1)[:, 0]
-    return cache, jnp.where((new > 0)[:, None], model.logits(last), logits)
+    x, cache = model.hidden(tokens, cache, new, at=jnp.maximum(new - 1, 0)[:, None])
+    return cache, jnp.where((new > 0)[:, None], model.logits(x[:, 0]), logits)
 
 
 @jax.jit

@@ -112,7 +112,8 @@ class Bench:
         shape: dict[str, Any] = {"max_len": length, "config": config, "dtype": "bfloat16"}
         specs = group_specs(model, **shape)
         total = sum(cache_bytes(model, batch=1, **shape).values())
-        numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+        heads, k_dim, v_dim = model.cache_shape
+        numbers = len(model.owners) * heads * (k_dim + v_dim)
         bits = mean_bits(list(specs), dtype="bfloat16")
         return {
             "effective_bits": bits,

@@ -21,10 +21,17 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class GatedMLP(nnx.Module):
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)). width: of the hidden layer, None for the config's."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        D, F = config.hidden_size, config.intermediate_size
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        width: int | None = None,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ):
+        D, F = config.hidden_size, width or config.intermediate_size
         linear = functools.partial(
             Linear, bias=config.mlp_bias, std=config.initializer_range, dtype=dtype, rngs=rngs
         )

@@ -1,4 +1,5 @@
-"""Rotary position embedding (RoFormer 2104.09864), half-split pairs (i, i + H/2) as in HF Llama.
+"""Rotary position embedding (RoFormer 2104.09864), half-split pairs (i, i + H/2) as in HF Llama;
+interleaved pairs where a model has them.
 
 Angles are float32 whatever the model's dtype: bf16 angles are wrong from a few hundred tokens on.
 """
@@ -34,10 +35,19 @@ def rope_tables(
 
 
 def apply_rope(
-    x: Float[Array, "B T heads H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+    x: Float[Array, "B T heads H"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    *,
+    interleave: bool = False,
 ) -> Float[Array, "B T heads H"]:
-    """Turns each pair of channels by its angle, in float32; the dtype of x is kept."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Turns each pair of channels by its angle, in float32; the dtype of x is kept.
+
+    interleave: pairs are neighbours (0, 1), (2, 3); they come out as halves, the first of each pair
+    before the second of each, which leaves scores as they are if keys and queries both do it.
+    """
+    wide = x.astype(jnp.float32)
+    a, b = (wide[..., ::2], wide[..., 1::2]) if interleave else jnp.split(wide, 2, axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
@@ -63,6 +73,13 @@ def attention_factor(rope: RopeConfig) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
     return yarn_mscale(rope.factor, 1.0)
+
+
+def score_factor(rope: RopeConfig) -> float:
+    """What YaRN in DeepSeek multiplies latent attention's scores by: mscale squared."""
+    if rope.type != "yarn" or not rope.mscale_all_dim:
+        return 1.0
+    return yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

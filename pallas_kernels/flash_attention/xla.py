@@ -12,30 +12,39 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.softmax import MASKED, Partial, attend_tile, merge
 
-# Shapes: B batch, T tokens, K KV heads, G query heads per KV head, H head dim, C block.
+# Shapes: B batch, T tokens, A tokens that attend, K KV heads, G query heads per KV head, H head
+# dim, C block.
 
 
 def causal_partial(
-    q: Float[Array, "B T K G H"],
+    q: Float[Array, "B A K G H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K R"],
     *,
     lengths: Int[Array, "B"],
     scale: float,
     block: int = 512,
+    softcap: float | None = None,
+    window: int | None = None,
+    at: Int[Array, "B A"] | None = None,
 ) -> Partial:
-    """Attention of T tokens to those at or before them. `acc [B,K,G,T,R]`, `top`, `mass [B,K,G,T]`.
+    """Attention of tokens to those at or before them. `acc [B,K,G,A,R]`, `top`, `mass [B,K,G,A]`.
 
     lengths: how many of the T tokens of each row are real (right-padded); the others are not seen,
-    whatever they hold, and their own output is that of no particular key.
+    whatever they hold, and their own output is that of no particular key. at: which of the T tokens
+    attend, a few of each row; None: all, A = T. window: how many tokens back a token sees, itself
+    included. softcap: see `attend_tile`.
     """
-    B, T, K, G, _ = q.shape
+    (B, _, K, G, _), T = q.shape, k.shape[1]
     real = jnp.arange(T)[None] < lengths[:, None]
-    q = jnp.moveaxis(q, 1, 3)  # B K G T H
+    q = jnp.moveaxis(q, 1, 3)  # B K G A H
     k = jnp.moveaxis(k, 1, 2)  # B K T H
     v = jnp.where(real[:, None, :, None], jnp.moveaxis(v, 1, 2), 0)  # B K T R
+    how = {"scale": scale, "softcap": softcap, "window": window}
+    if at is not None:
+        return _block(q, k, v, at, jnp.arange(T), real, **how)
     if block >= T:
-        return _block(q, k, v, jnp.arange(T), jnp.arange(T), real, scale)
+        return _block(q, k, v, jnp.arange(T)[None], jnp.arange(T), real, **how)
     pad = -T % block
     blocks = (T + pad) // block
     q = _blocks(q, pad, block, axis=3)  # n B K G C H
@@ -45,11 +54,14 @@ def causal_partial(
     @jax.checkpoint
     def one_query_block(i, q_i):
         def one_key_block(part, j):
-            return jax.lax.cond(j <= i, lambda p: see(p, j), lambda p: p, part), None
+            seen = j <= i
+            if window is not None:  # the last key of the block within the first query's window
+                seen &= (j + 1) * block + window > i * block + 1
+            return jax.lax.cond(seen, lambda p: see(p, j), lambda p: p, part), None
 
         def see(part, j):
             at, to = i * block + jnp.arange(block), j * block + jnp.arange(block)
-            return merge(part, _block(q_i, k[j], v[j], at, to, real[j], scale))
+            return merge(part, _block(q_i, k[j], v[j], at[None], to, real[j], **how))
 
         shape = (B, K, G, block)
         empty = Partial(jnp.zeros((*shape, v.shape[-1])), jnp.full(shape, MASKED), jnp.zeros(shape))
@@ -61,14 +73,16 @@ def causal_partial(
     )
 
 
-def _block(q, k, v, at, to, real, scale) -> Partial:
-    B, K, G, T, H = q.shape
-    mask = (to[None] <= at[:, None])[None, None] & real[:, None, None, :]  # B 1 T S
-    mask = jnp.broadcast_to(mask[:, :, None], (B, 1, G, *mask.shape[2:]))
-    mask = mask.reshape(B, 1, G * T, -1)
-    q = q.reshape(B, K, G * T, H)
-    part = attend_tile(q, jnp.swapaxes(k, 2, 3), v, mask, scale=scale)
-    return jax.tree.map(lambda x: x.reshape(B, K, G, T, *x.shape[3:]), part)
+def _block(q, k, v, at, to, real, *, scale, softcap, window) -> Partial:
+    """at `[B or 1, A]`, to `[S]`: positions of queries and keys."""
+    B, K, G, A, H = q.shape
+    back = at[:, :, None] - to[None, None]  # B A S
+    seen = (back >= 0) if window is None else (back >= 0) & (back < window)
+    mask = jnp.broadcast_to((seen & real[:, None])[:, None, None], (B, 1, G, *back.shape[1:]))
+    mask = mask.reshape(B, 1, G * A, -1)
+    q = q.reshape(B, K, G * A, H)
+    part = attend_tile(q, jnp.swapaxes(k, 2, 3), v, mask, scale=scale, softcap=softcap)
+    return jax.tree.map(lambda x: x.reshape(B, K, G, A, *x.shape[3:]), part)
 
 
 def _blocks(x: Array, pad: int, block: int, *, axis: int) -> Array:

@@ -1,5 +1,6 @@
 """config.json to ModelConfig: every key is mapped, harmless, or refused by name."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -102,7 +103,9 @@ def test_values_that_change_results_are_refused(key, value):
 
 
 def test_unsupported_family_names_the_supported():
-    with pytest.raises(ValueError, match=r"model_type: expected one of 'llama'.*got 'mamba'"):
+    with pytest.raises(
+        ValueError, match=r"model_type: expected one of .*'llama', 'mistral'.*got 'mamba'"
+    ):
         model_config({**SMOLLM2, "model_type": "mamba"})
 
 
@@ -188,8 +191,11 @@ def test_generation_config_wins():
     assert model_config({**SMOLLM2, "pad_token_id": -1}).pad_token_id is None
 
 
-def test_export_refuses_what_llama_cannot_say():
+def test_export_names_the_family_that_can_say_it():
     config = model_config(SMOLLM2)
-    odd = ModelConfig(**{**config.__dict__, "attention_bias": True})
-    with pytest.raises(ValueError, match="attention_out_bias"):
-        hf_config(odd)
+    assert hf_config(config)["model_type"] == "llama"
+    biased = dataclasses.replace(config, attention_bias=True)
+    assert hf_config(biased)["model_type"] == "qwen2"
+    odd = dataclasses.replace(config, attention_bias=True, mlp_bias=True)
+    assert hf_config(odd)["model_type"] == "kvjax"
+    assert model_config(json.loads(json.dumps(hf_config(odd)))) == odd

@@ -1,5 +1,6 @@
 """GGUF files written here from a golden checkpoint, as llama.cpp's converter writes them."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -27,12 +28,20 @@ BLOCK = {
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def gguf_name(name):
+QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+SANDWICH = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def gguf_name(name, block=BLOCK):
     module, leaf = name.rsplit(".", 1)
     if module in TOP:
         return f"{TOP[module]}.{leaf}"
     _, _, layer, part = module.split(".", 3)
-    return f"blk.{layer}.{BLOCK[part]}.{leaf}"
+    return f"blk.{layer}.{block[part]}.{leaf}"
 
 
 def write(path, golden="llama", *, quant=Q.F32, extra=None, factors=None, arch="llama"):
@@ -57,12 +66,16 @@ def write(path, golden="llama", *, quant=Q.F32, extra=None, factors=None, arch="
     for key, (value, kind) in (extra or {}).items():
         out.add_key_value(key, value, kind)
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    block = BLOCK | QK_NORMS | (SANDWICH if arch == "gemma3" else {})
     for name, tensor in checkpoint.tensors.items():
         value = tensor.read()
         turned = next((n for part, n in heads.items() if part in name), None)
-        value = value if turned is None else interleave_rows(value, turned)
+        if turned is not None and arch == "llama":
+            value = interleave_rows(value, turned)
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            value = value + 1
         kind = quant if value.ndim == 2 else Q.F32
-        out.add_tensor(gguf_name(name), gguf.quantize(value, kind), raw_dtype=kind)
+        out.add_tensor(gguf_name(name, block), gguf.quantize(value, kind), raw_dtype=kind)
     if factors is not None:
         out.add_tensor("rope_freqs.weight", factors)
     out.write_header_to_file()
@@ -100,6 +113,20 @@ def test_round_trip(golden, tmp_path):
         assert back.tensors[name].shape == tensor.shape
         np.testing.assert_array_equal(back.tensors[name].read(), tensor.read(), err_msg=name)
     assert back.tokenizer is None
+
+
+@pytest.mark.parametrize("golden", ["qwen2", "qwen3", "gemma3"])
+def test_other_architectures(golden, tmp_path):
+    """Rows as Hugging Face has them; Gemma's norms with 1 added, its pattern of layers implied."""
+    extra = {}
+    if golden == "gemma3":
+        extra["gemma3.attention.sliding_window"] = (16, gguf.GGUFValueType.UINT32)
+    truth = write(tmp_path / "m.gguf", golden, arch=golden, extra=extra)
+    back = open_checkpoint(tmp_path / "m.gguf")
+    assert back.config == dataclasses.replace(truth.config, initializer_range=0.02)
+    assert set(back.tensors) == set(truth.tensors)
+    for name, tensor in truth.tensors.items():
+        np.testing.assert_allclose(back.tensors[name].read(), tensor.read(), atol=1e-6)
 
 
 @pytest.mark.parametrize("quant", [Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0])

@@ -99,6 +99,6 @@ def test_norms_and_biases_do_not_decay(config):
     model = Transformer(biased, rngs=nnx.Rngs(0), form="stacked")
     mask = decayed(nnx.to_pure_dict(nnx.state(model)))
     assert mask["embedding"]
-    assert mask["stack"]["stack"]["attention"]["q_proj"] == {"kernel": True, "bias": False}
-    assert mask["stack"]["stack"]["input_norm"] == {"weight": False}
+    assert mask["stack"]["runs"][0][0]["attention"]["q_proj"] == {"kernel": True, "bias": False}
+    assert mask["stack"]["runs"][0][0]["input_norm"] == {"weight": False}
     assert mask["norm"] == {"weight": False}

@@ -1,0 +1,108 @@
+"""What a layer's queries attend to: the call's own tokens, or a cache and them.
+
+The `Attend` and `LatentAttend` that `LayerStack` asks for, one a layer and call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import KVCache
+from kvjax.cache.attend import How
+from kvjax.cache.latent import LatentChunk, dense_latent
+from kvjax.config import ModelConfig
+from kvjax.layers.attention import KV
+from kvjax.layers.kinds import Place
+from kvjax.layers.mla import Up
+from kvjax.layers.rope import score_factor
+from pallas_kernels.flash_attention import causal_partial
+from pallas_kernels.softmax import finish, with_sinks
+
+
+def how_of(config: ModelConfig, place: Place) -> How:
+    """What is static about a layer's attention."""
+    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    if config.mla is not None:
+        scale = scale * score_factor(config.rope)
+    return How(scale, place.kind.rope, config.rope_interleave, config.attn_logit_softcap)
+
+
+class Dense:
+    """Attention of whole sequences to themselves: training, scoring, calibration."""
+
+    def __init__(self, config: ModelConfig, place: Place, lengths: Int[Array, "B"]):
+        self.place, self.lengths, self.how = place, lengths, how_of(config, place)
+
+    def fresh(self, k: Array, v: Array, plain: Array) -> KV:
+        return KV(k, v, k)
+
+    def __call__(
+        self, q: Float[Array, "B A K G H"], kv: KV, *, sinks: Any = None
+    ) -> Float[Array, "B A K G H"]:
+        part = causal_partial(
+            q,
+            kv.k,
+            kv.v,
+            lengths=self.lengths,
+            scale=self.how.scale,
+            softcap=self.how.softcap,
+            window=self.place.kind.window,
+            at=self.place.at,
+        )
+        if sinks is not None:
+            part = with_sinks(part, sinks[None, :, :, None])
+        return jnp.moveaxis(finish(part), 3, 1).astype(q.dtype)
+
+
+class DenseLatent(Dense):
+    """The same with latent attention."""
+
+    def __call__(self, q: Array, q_rope: Array, kv: KV, *, up: Up) -> Array:  # type: ignore[override]
+        zero = jnp.zeros_like(self.lengths)
+        chunk = LatentChunk(q, q_rope, kv.k, kv.v, *up, zero, self.lengths, self.place.at, self.how)
+        return dense_latent(chunk, self.place.kind.window)
+
+
+class Cached:
+    """Attention of a chunk to a cache and to itself."""
+
+    def __init__(self, config: ModelConfig, place: Place, lengths: Int[Array, "B"], cache: KVCache):
+        self.place, self.cache, self.config = place, cache, config
+        self.options = {
+            "new": lengths,
+            "how": how_of(config, place),
+            "among": place.sources,
+            "at": place.at,
+        }
+
+    def fresh(self, k: Array, v: Array, plain: Array) -> KV:
+        return KV(k, v, self.cache.stored_keys(self.place.source, k, plain))
+
+    def __call__(
+        self, q: Float[Array, "B A K G H"], kv: KV, *, sinks: Any = None
+    ) -> Float[Array, "B A K G H"]:
+        return self.cache.attend(self.place.source, q, kv.k, kv.v, sinks=sinks, **self.options)
+
+
+class CachedLatent(Cached):
+    """The same with latent attention."""
+
+    def __call__(self, q: Array, q_rope: Array, kv: KV, *, up: Up) -> Array:  # type: ignore[override]
+        return self.cache.attend_latent(
+            self.place.source, q, q_rope, kv.k, kv.v, up=up, **self.options
+        )
+
+
+def attending(
+    config: ModelConfig, lengths: Int[Array, "B"], cache: KVCache | None
+) -> Callable[[Place], Any]:
+    """The attention of each layer of a call."""
+    if cache is None:
+        dense = Dense if config.mla is None else DenseLatent
+        return lambda place: dense(config, place, lengths)
+    cached = Cached if config.mla is None else CachedLatent
+    return lambda place: cached(config, place, lengths, cache)
