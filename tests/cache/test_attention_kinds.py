@@ -59,7 +59,9 @@ def model_of(tiny, kind: str):
     model = tiny(form="stacked", **KINDS[kind])
     if model.config.attention_sinks:
         (layers,) = model.stack.runs
-        for layer, logits in zip(layers, [[1.0, -2.0, 3.0, 0.0], [2.0, 0.0, -1.0, 1.0]], strict=True):
+        for layer, logits in zip(
+            layers, [[1.0, -2.0, 3.0, 0.0], [2.0, 0.0, -1.0, 1.0]], strict=True
+        ):
             layer.attention.sinks[...] = jnp.asarray(logits)
     return model
 
