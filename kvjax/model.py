@@ -94,6 +94,7 @@ class Transformer(nnx.Module):
             config=config,
             dtype=self.dtype,
             calibration=for_cache(self, config),
+            apart=self.stack.form == "unrolled",
         )
 
     # -- the parts, for loops that need only some logits -----------------------------------------

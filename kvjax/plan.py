@@ -3,7 +3,7 @@
 Per group of layers with the same codecs and window, with n layers that own keys and values, B
 rows, K KV heads with keys of H and values of R channels, E exact slots and M pages a row:
 
-    codes        (1 + n B M) (bytes of a key page + bytes of a value page), without
+    codes        n B M (bytes of a key page + bytes of a value page), without
     scales       what travels with them, likewise
     exact        n B K (H + R) E itemsize,   E = sinks + recent + page_size
     calibration  the codecs' calibrated arrays
@@ -33,7 +33,7 @@ def cache_bytes(
     for spec in group_specs(model, max_len=max_len, config=config, dtype=dtype):
         n, M = len(spec.layers), spec.pages_per_row
         K, E = spec.num_kv_heads, spec.exact_slots
-        pool = 1 + n * batch * M if M else 0
+        pool = n * batch * M
         for codec, dim in ((spec.k_codec, spec.head_dim), (spec.v_codec, spec.v_head_dim)):
             code, side = _page(spec, codec, dim)
             parts["codes"] += pool * code

@@ -114,12 +114,14 @@ def batching(model, config, *, tolerance: float = 1e-5, pad_alone: int = 0) -> N
             close(batch_decoded[b], decoded[0], tolerance)
 
 
-def cached_equals_full(model, config, *, tolerance: float, length: int = 150) -> None:
+def cached_equals_full(
+    model, config, *, tolerance: float, length: int = 150, batch: int = 2
+) -> None:
     """3. Cached logits equal the full forward pass at every position, past several pages."""
-    tokens = tokens_for(model, 2, length)
+    tokens = tokens_for(model, batch, length)
     full, _ = model(tokens)
     for splits in (splits_of(length, 33, 1), splits_of(length, 70, 16)):
-        cache = model.init_cache(batch=2, max_len=length, config=config)
+        cache = model.init_cache(batch=batch, max_len=length, config=config)
         logits, cache = feed(model, cache, tokens, splits)
         sealed = [int(g.spec.sealed_pages(jnp.int32(length))) for g in cache.groups]
         assert min(sealed) >= 2, f"the case must seal several pages, it sealed {sealed}"
@@ -142,14 +144,18 @@ def moved_pages(cache, seed: int = 3):
     """The same cache with its pages elsewhere in the pool."""
 
     def move(group):
-        pool = jax.tree.leaves(group.k_pages)[0].shape[0]
-        if not pool:  # a window that the exact ring holds
+        P = group.pool.pages
+        if not P:  # a window that the exact ring holds
             return group
-        order = np.concatenate([[0], 1 + np.random.default_rng(seed).permutation(pool - 1)])
-        place = np.argsort(order)  # page i moves to place[i]
-        pages = jax.tree.map(lambda x: x[order], (group.k_pages, group.v_pages))
+        order = np.random.default_rng(seed).permutation(P)
+        place = np.argsort(order)  # page i of every layer moves to place[i]
+
+        def moved(x):
+            layers = np.arange(x.shape[0] // P)[:, None] * P
+            return x[(layers + order).ravel()]
+
         table = jnp.asarray(place.astype(np.int32))[group.table]
-        return dataclasses.replace(group, k_pages=pages[0], v_pages=pages[1], table=table)
+        return dataclasses.replace(group, pool=jax.tree.map(moved, group.pool), table=table)
 
     return dataclasses.replace(cache, groups=tuple(move(g) for g in cache.groups))
 
@@ -160,10 +166,9 @@ def shared_prefix(cache):
     def share(group):
         sealed = int(group.spec.used_pages(cache.length)[0])
         assert sealed > 0
-        own = np.asarray(group.table[:, 1, :sealed]).ravel()
-        pages = jax.tree.map(lambda x: poison(x, own), (group.k_pages, group.v_pages))
+        own = np.asarray(group.table[:, 1, :sealed])
         table = group.table.at[:, 1, :sealed].set(group.table[:, 0, :sealed])
-        return dataclasses.replace(group, k_pages=pages[0], v_pages=pages[1], table=table)
+        return dataclasses.replace(group, pool=poisoned_pool(group.pool, own), table=table)
 
     return dataclasses.replace(cache, groups=tuple(share(g) for g in cache.groups))
 
@@ -175,6 +180,18 @@ def poison(x, where):
     return x.at[where].set(jnp.iinfo(x.dtype).max)
 
 
+def poisoned_pool(pool, ids):
+    """The pool with poison in pages `ids [slots, n]` of each layer."""
+
+    def block(i, codes):
+        own = np.asarray(ids).reshape(len(pool.k), -1, np.shape(ids)[1])[i]  # layers of a block
+        where = (own + np.arange(len(own))[:, None] * pool.pages).ravel()
+        return jax.tree.map(lambda x: poison(x, where), codes)
+
+    k, v = (tuple(block(i, b) for i, b in enumerate(blocks)) for blocks in (pool.k, pool.v))
+    return dataclasses.replace(pool, k=k, v=v)
+
+
 def poisoned(cache):
     """The cache with poison in every page and exact slot that holds no token of any row."""
 
@@ -182,13 +199,11 @@ def poisoned(cache):
         spec = group.spec
         sealed = np.asarray(spec.used_pages(cache.length))
         free = np.arange(group.table.shape[2])[None] >= sealed[:, None]  # B M
-        unused = np.asarray(group.table)[:, free].ravel()
-        pages = jax.tree.map(lambda x: poison(x, unused), (group.k_pages, group.v_pages))
+        unused = np.asarray(group.table)[:, free]
         bad = ~spec.exact_valid(cache.length)[None, :, None, :, None]
         return dataclasses.replace(
             group,
-            k_pages=pages[0],
-            v_pages=pages[1],
+            pool=poisoned_pool(group.pool, unused),
             k_exact=jnp.where(jnp.swapaxes(bad, 3, 4), jnp.nan, group.k_exact),
             v_exact=jnp.where(bad, jnp.nan, group.v_exact),
         )

@@ -50,25 +50,21 @@ def _seal(group: LayerGroup, k: Array, v: Array, length: Array, new: Array) -> L
         first = jnp.maximum(first, last - spec.pages_per_row)
     ends = jnp.cumsum(last - first)
 
-    def seal_one(i, pools):
+    def seal_one(i, pool):
         row = jnp.searchsorted(ends, i, side="right")
         page = first[row] + i - jnp.where(row > 0, ends[row - 1], 0)
         ids = group.table[:, row, page % spec.pages_per_row]  # slots
         token = spec.sinks + page * spec.page_size + jnp.arange(spec.page_size)
 
-        def put(pages, codec, params, exact, chunk):
+        def encode(codec, params, exact, chunk):
             x = _tokens(spec, exact, chunk, row, token, length[row])  # slots K S H
-            codes = jax.vmap(codec.encode)(x, params)
-            return {n: pages[n].at[ids].set(codes[n].astype(pages[n].dtype)) for n in pages}
+            return jax.vmap(codec.encode)(x, params)
 
         k_rows = jnp.swapaxes(group.k_exact, 3, 4)
-        return (
-            put(pools[0], spec.k_codec, group.k_params, k_rows, k),
-            put(pools[1], spec.v_codec, group.v_params, group.v_exact, v),
-        )
+        k_codes = encode(spec.k_codec, group.k_params, k_rows, k)
+        return pool.put(ids, k_codes, encode(spec.v_codec, group.v_params, group.v_exact, v))
 
-    k_pages, v_pages = jax.lax.fori_loop(0, ends[-1], seal_one, (group.k_pages, group.v_pages))
-    return dataclasses.replace(group, k_pages=k_pages, v_pages=v_pages)
+    return dataclasses.replace(group, pool=jax.lax.fori_loop(0, ends[-1], seal_one, group.pool))
 
 
 def _tokens(

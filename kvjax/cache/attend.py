@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.spec import GroupSpec
-from kvjax.codecs.base import Codec, Params
+from kvjax.codecs.base import Codec, Codes, Params
 from kvjax.config import RopeConfig
 from kvjax.layers.rope import apply_rope, rope_tables
 from pallas_kernels.flash_attention import causal_partial
-from pallas_kernels.paged_attention import paged_partial
+from pallas_kernels.paged_attention import paged_partial, pool_partial
 from pallas_kernels.softmax import Partial, attend_tile, finish, merge, soft_cap, with_sinks
 
-if TYPE_CHECKING:
-    from kvjax.cache.kv_cache import LayerGroup
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerView:
+    """What one layer reads of its group's cache. Equal shapes share one trace: no layer number."""
+
+    k_pages: Codes  # leaves [P, K, ...], perhaps with other layers' pages
+    v_pages: Codes
+    k_exact: Float[Array, "B K H E"]
+    v_exact: Float[Array, "B K E R"]
+    table: Int[Array, "B M"]  # page ids in k_pages
+    k_params: Params
+    v_params: Params
+    spec: GroupSpec = dataclasses.field(metadata={"static": True})
+
+    @property
+    def one_row(self) -> bool:
+        """All pages are one row's, and are used where they lie."""
+        pages = {leaf.shape[0] for leaf in jax.tree.leaves(self.k_pages)}
+        in_place = self.spec.k_codec.in_place and self.spec.v_codec.in_place
+        in_place &= self.spec.window is None  # whose pages are few, and not in the tokens' order
+        return in_place and self.table.shape[0] == 1 and pages == {self.table.shape[1]}
 
 
 class How(NamedTuple):
@@ -66,14 +87,12 @@ class Chunk:
 
 
 @jax.jit  # traced once for all layers of a group; XLA inlines the calls
-def attend_group(
-    group: LayerGroup, slot: int | Int[Array, ""], chunk: Chunk
-) -> Float[Array, "B A K G H"]:
+def attend_layer(layer: LayerView, chunk: Chunk) -> Float[Array, "B A K G H"]:
     """See `KVCache.attend`. The chunk's tokens are attended as they came, whatever the codec."""
     B, A, K, G, H = chunk.q.shape
-    part = merge(_exact_part(group, slot, chunk), chunk_part(chunk, group.spec.window))
-    if group.spec.pages_per_row:
-        part = _paged_part(group, slot, chunk, part)
+    part = merge(_exact_part(layer, chunk), chunk_part(chunk, layer.spec.window))
+    if layer.spec.pages_per_row:
+        part = _sealed_part(layer, chunk, part)
     if chunk.sinks is not None:
         part = with_sinks(part, jnp.repeat(chunk.sinks, A, axis=1)[None])
     out = finish(part).astype(chunk.q.dtype).reshape(B, K, G, A, H)
@@ -97,14 +116,13 @@ def pages_seen(spec: GroupSpec, chunk: Chunk) -> Callable[[Array], Array] | None
     return lambda tokens: chunk.within(spec.paged_token(tokens, chunk.length), window)
 
 
-def _exact_part(group: LayerGroup, slot: Any, chunk: Chunk) -> Partial:
-    spec: GroupSpec = group.spec
+def _exact_part(layer: LayerView, chunk: Chunk) -> Partial:
+    spec, how = layer.spec, chunk.how
     valid, seen = exact_seen(spec, chunk)
-    k_t, v = layer_of(group.k_exact, slot), layer_of(group.v_exact, slot)  # B K H E, B K E H
-    v = jnp.where(valid[:, None, :, None], v, 0)  # an unused slot may hold anything
-    if spec.k_codec.pre_rope and chunk.how.rope is not None:
+    k_t = layer.k_exact
+    v = jnp.where(valid[:, None, :, None], layer.v_exact, 0)  # an unused slot may hold anything
+    if spec.k_codec.pre_rope and how.rope is not None:
         k_t = _rope_tile(k_t, chunk, spec.token_in_slot(chunk.length))
-    how = chunk.how
     return attend_tile(chunk.rows, k_t, v, seen, scale=how.scale, softcap=how.softcap)
 
 
@@ -129,15 +147,29 @@ def chunk_part(chunk: Chunk, window: int | None) -> Partial:
     return Partial(jnp.broadcast_to(v, (*score.shape, v.shape[-1])), score, jnp.ones_like(score))
 
 
-def _paged_part(group: LayerGroup, slot: Any, chunk: Chunk, others: Partial) -> Partial:
+def _sealed_part(layer: LayerView, chunk: Chunk, others: Partial) -> Partial:
+    """The others with the sealed pages merged in."""
+    used, how = layer.spec.used_pages(chunk.length), chunk.how
+    if not layer.one_row or layer.k_pages["x"].dtype != chunk.q.dtype:
+        return _paged_part(layer, chunk, others, used)
+
+    def whole(part: Partial) -> Partial:
+        k_t, v = layer.k_pages["x"], layer.v_pages["x"]
+        scores = functools.partial(pool_partial, scale=how.scale, softcap=how.softcap)
+        return merge(part, scores(chunk.rows, k_t, v, layer.table, used))
+
+    # no copy, but every page of the row is read, used or not
+    most = 2 * used[0] >= layer.table.shape[1]
+    return jax.lax.cond(most, whole, lambda part: _paged_part(layer, chunk, part, used), others)
+
+
+def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array, "B"]) -> Partial:
     """The pages' part merged into the others, while they are read where values need no way back."""
-    spec: GroupSpec = group.spec
-    k_codec, v_codec = spec.k_codec, spec.v_codec
-    k_params, v_params = params_of(group.k_params, slot), params_of(group.v_params, slot)
+    spec, k_codec, v_codec = layer.spec, layer.spec.k_codec, layer.spec.v_codec
     q, dtype = chunk.rows, chunk.q.dtype
 
     def decode_k(codes: Any, tokens: Int[Array, "S"]) -> Array:
-        k_t = k_codec.decode_t(codes, k_params, dtype)  # B n K H S
+        k_t = k_codec.decode_t(codes, layer.k_params, dtype)  # B n K H S
         if k_codec.pre_rope and chunk.how.rope is not None:
             k_t = jnp.moveaxis(k_t, 1, 3)  # B K H n S
             flat = k_t.reshape(*k_t.shape[:3], -1)
@@ -147,13 +179,13 @@ def _paged_part(group: LayerGroup, slot: Any, chunk: Chunk, others: Partial) -> 
 
     plain = type(v_codec).finish_output is Codec.finish_output
     part = paged_partial(
-        k_codec.prepare_query(q, k_params).astype(dtype),
-        group.k_pages,
-        group.v_pages,
-        layer_of(group.table, slot),
-        spec.used_pages(chunk.length),
+        k_codec.prepare_query(q, layer.k_params).astype(dtype),
+        layer.k_pages,
+        layer.v_pages,
+        layer.table,
+        used,
         decode_k=decode_k,
-        decode_v=lambda codes, tokens: v_codec.decode(codes, v_params, dtype),
+        decode_v=lambda codes, tokens: v_codec.decode(codes, layer.v_params, dtype),
         page_size=spec.page_size,
         scale=chunk.how.scale,
         softcap=chunk.how.softcap,
@@ -162,7 +194,7 @@ def _paged_part(group: LayerGroup, slot: Any, chunk: Chunk, others: Partial) -> 
     )
     if plain:
         return part
-    acc = v_codec.finish_output(part.acc, v_params).astype(jnp.float32)
+    acc = v_codec.finish_output(part.acc, layer.v_params).astype(jnp.float32)
     return merge(others, part._replace(acc=acc))
 
 
@@ -172,11 +204,3 @@ def _rope_tile(
     rows = jnp.moveaxis(k_t, 3, 1)
     turned = apply_rope(rows, *chunk.angles(positions), interleave=chunk.how.interleave)
     return jnp.moveaxis(turned, 1, 3)
-
-
-def params_of(params: Params, slot: Any) -> Params:
-    return jax.tree.map(lambda x: layer_of(x, slot), params)
-
-
-def layer_of(x: Array, slot: Any) -> Array:
-    return jax.lax.dynamic_index_in_dim(x, slot, keepdims=False)

@@ -8,7 +8,6 @@ place, and one function owns quantise-and-write.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,11 +18,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.append import append_group
-from kvjax.cache.attend import Chunk, How, attend_group
+from kvjax.cache.attend import Chunk, How, LayerView, attend_layer
 from kvjax.cache.latent import LatentChunk, attend_latent, latent_codecs
+from kvjax.cache.pool import Pool, init_pool
 from kvjax.cache.report import bits_of
 from kvjax.cache.spec import GroupSpec
-from kvjax.codecs.base import Codec, Codes, Params
+from kvjax.codecs.base import Codec, Params
 from kvjax.config import CacheConfig, ModelConfig, need
 
 #: params of each layer's key codec and value codec
@@ -40,16 +40,33 @@ class LowBitKeysWarning(UserWarning):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerGroup:
-    """Cache of the layers in `spec.layers`. Page 0 of the pool is the null page, for ever zero."""
+    """Cache of the layers in `spec.layers`."""
 
-    k_pages: Codes  # leaves [P, K, ...]
-    v_pages: Codes
+    pool: Pool
     k_exact: Float[Array, "slots B K H E"]  # tokens last: a score is a plain product
     v_exact: Float[Array, "slots B K E R"]
-    table: Int[Array, "slots B M"]  # page ids
+    table: Int[Array, "slots B M"]  # ids among the layer's pages
     k_params: Params  # calibrated arrays of the codecs, leaves [slots, K, ...]
     v_params: Params
     spec: GroupSpec = dataclasses.field(metadata={"static": True})
+
+    def layer(self, slot: int | Int[Array, ""]) -> LayerView:
+        """What one layer reads. slot: an int where the pool is unrolled."""
+
+        def of(x: Array) -> Array:
+            return jax.lax.dynamic_index_in_dim(x, slot, keepdims=False)
+
+        k_pages, v_pages, offset = self.pool.at(slot)
+        return LayerView(
+            k_pages=k_pages,
+            v_pages=v_pages,
+            k_exact=of(self.k_exact),
+            v_exact=of(self.v_exact),
+            table=of(self.table) + offset,
+            k_params=jax.tree.map(of, self.k_params),
+            v_params=jax.tree.map(of, self.v_params),
+            spec=dataclasses.replace(self.spec, layers=()),  # one trace serves every layer
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +106,7 @@ class KVCache:
         tokens per row; at: which of its tokens attend, None for all. sinks: see `Chunk`.
         """
         chunk = Chunk(q, k, v, self.length, new, at, sinks, how)
-        return self._of(layer, among, lambda group, slot: attend_group(group, slot, chunk))
+        return self._of(layer, among, lambda view: attend_layer(view, chunk))
 
     def attend_latent(
         self,
@@ -107,24 +124,24 @@ class KVCache:
     ) -> Float[Array, "B A N W"]:
         """`attend` where the cache holds latents `k` and rotated keys `v`; see `LatentChunk`."""
         chunk = LatentChunk(q, q_rope, k, v, up[0], up[1], self.length, new, at, how)
-        return self._of(layer, among, lambda group, slot: attend_latent(group, slot, chunk))
+        return self._of(layer, among, lambda view: attend_latent(view, chunk))
 
     def _of(
         self,
         layer: int | Int[Array, ""],
         among: Sequence[int] | None,
-        read: Callable[[LayerGroup, Any], Array],
+        read: Callable[[LayerView], Array],
     ) -> Array:
-        """`read(group, slot)` of the layer's owner."""
+        """`read` of what the layer's owner has."""
         if isinstance(layer, int):
             g, slot = self.layer_map[layer]
-            return read(self.groups[g], jnp.int32(slot))
+            return read(self.groups[g].layer(slot))
         among = range(len(self.layer_map)) if among is None else among
         used = sorted({self.layer_map[member][0] for member in among})
         groups, slots = (jnp.asarray(x)[layer] for x in zip(*self.layer_map, strict=True))
         if len(used) == 1:
-            return read(self.groups[used[0]], slots)
-        branches = [functools.partial(read, self.groups[g]) for g in used]
+            return read(self.groups[used[0]].layer(slots))
+        branches = [lambda slot, g=g: read(self.groups[g].layer(slot)) for g in used]
         return jax.lax.switch(jnp.searchsorted(jnp.asarray(used), groups), branches, slots)
 
     def stored_keys(
@@ -175,9 +192,11 @@ def init_cache(
     config: CacheConfig,
     dtype: Any,
     calibration: Calibration | None = None,
+    apart: bool = False,
 ) -> KVCache:
     """An empty cache for `batch` rows of up to `max_len` tokens.
 
+    apart: each layer's pages are arrays of their own, for decoders that name layers by ints.
     calibration: per layer the params of its key and its value codec; needed by codecs without
     defaults. Raises ValueError on bad sizes and on codecs that do not fit the model.
     """
@@ -197,7 +216,7 @@ def init_cache(
         layer: (g, slot) for g, spec in enumerate(specs) for slot, layer in enumerate(spec.layers)
     }
     return KVCache(
-        groups=tuple(_init_group(spec, batch, calibration) for spec in specs),
+        groups=tuple(_init_group(spec, batch, calibration, apart) for spec in specs),
         length=jnp.zeros((batch,), jnp.int32),
         layer_map=tuple(slot_of[model.source_of(layer)] for layer in range(model.num_layers)),
         max_len=max_len,
@@ -285,18 +304,10 @@ def _warn_low_bits(spec: GroupSpec) -> None:
         )
 
 
-def _init_group(spec: GroupSpec, batch: int, calibration: Calibration | None) -> LayerGroup:
+def _init_group(
+    spec: GroupSpec, batch: int, calibration: Calibration | None, apart: bool
+) -> LayerGroup:
     slots, pages = len(spec.layers), spec.pages_per_row
-    pool = 1 + slots * batch * pages if pages else 0
-
-    def pages_of(codec: Codec, dim: int) -> Codes:
-        shapes = codec.code_shapes(
-            tokens=spec.page_size,
-            head_dim=dim,
-            num_kv_heads=spec.num_kv_heads,
-            dtype=spec.dtype,
-        )
-        return {name: jnp.zeros((pool, *s.shape), s.dtype) for name, s in shapes.items()}
 
     def params_of(codec: Codec, dim: int, role: int) -> Params:
         def one(layer: int) -> Params:
@@ -308,13 +319,12 @@ def _init_group(spec: GroupSpec, batch: int, calibration: Calibration | None) ->
 
     H, R, E = spec.head_dim, spec.v_head_dim, spec.exact_slots
     rows = (slots, batch, spec.num_kv_heads)
-    table = 1 + jnp.arange(slots * batch * pages, dtype=jnp.int32).reshape(slots, batch, pages)
+    table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(1, batch, pages)
     return LayerGroup(
-        k_pages=pages_of(spec.k_codec, H),
-        v_pages=pages_of(spec.v_codec, R),
+        pool=init_pool(spec, batch=batch, apart=apart),
         k_exact=jnp.zeros((*rows, H, E), spec.dtype),
         v_exact=jnp.zeros((*rows, E, R), spec.dtype),
-        table=table,
+        table=jnp.repeat(table, slots, axis=0),
         k_params=params_of(spec.k_codec, H, 0),
         v_params=params_of(spec.v_codec, R, 1),
         spec=spec,

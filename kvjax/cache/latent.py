@@ -10,22 +10,18 @@ score then costs U + R + W products instead of 2 C + R. Both are equal to roundi
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import codecs
-from kvjax.cache.attend import Chunk, How, chunk_part, exact_seen, layer_of, pages_seen, params_of
-from kvjax.cache.spec import GroupSpec
+from kvjax.cache.attend import Chunk, How, LayerView, chunk_part, exact_seen, pages_seen
 from kvjax.codecs.base import Codec
 from kvjax.config import need
 from pallas_kernels.paged_attention import paged_partial
 from pallas_kernels.softmax import Partial, attend_tile, finish, merge
-
-if TYPE_CHECKING:
-    from kvjax.cache.kv_cache import LayerGroup
 
 # Shapes: N heads, C latent, R rotated key, U key without position, W value, M heads that attend:
 # 1 when absorbed, N when expanded.
@@ -87,21 +83,19 @@ def dense_latent(chunk: LatentChunk, window: int | None) -> Float[Array, "B A N 
 
 
 @jax.jit  # traced once for all layers of a group; XLA inlines the calls
-def attend_latent(
-    group: LayerGroup, slot: int | Int[Array, ""], chunk: LatentChunk
-) -> Float[Array, "B A N W"]:
+def attend_latent(layer: LayerView, chunk: LatentChunk) -> Float[Array, "B A N W"]:
     """See `KVCache.attend_latent`."""
-    spec: GroupSpec = group.spec
+    spec = layer.spec
     plain = _as_chunk(chunk)
     valid, seen = exact_seen(spec, plain)
-    latent = jnp.swapaxes(layer_of(group.k_exact, slot), 2, 3)  # B 1 E C
+    latent = jnp.swapaxes(layer.k_exact, 2, 3)  # B 1 E C
     latent = jnp.where(valid[:, None, :, None], latent, 0)  # an unused slot may hold anything
-    k, v = _keys_values(chunk, latent, layer_of(group.v_exact, slot))
+    k, v = _keys_values(chunk, latent, layer.v_exact)
     k_t, how = jnp.swapaxes(k, 2, 3), chunk.how
     exact = attend_tile(plain.rows, k_t, v, seen, scale=how.scale, softcap=how.softcap)
     part = merge(exact, chunk_part(plain, spec.window))
     if spec.pages_per_row:
-        part = merge(part, _paged_part(group, slot, chunk, plain))
+        part = merge(part, _paged_part(layer, chunk, plain))
     return _finish(chunk, part)
 
 
@@ -144,12 +138,12 @@ def _finish(chunk: LatentChunk, part: Partial) -> Float[Array, "B A N W"]:
     return jnp.einsum("banc,cnw->banw", out, chunk.up_v) if _absorbed(chunk) else out
 
 
-def _paged_part(group: LayerGroup, slot: Any, chunk: LatentChunk, plain: Chunk) -> Partial:
+def _paged_part(layer: LayerView, chunk: LatentChunk, plain: Chunk) -> Partial:
     """The pages' part, its values in the space of the chunk's. Absorbed, the codec's own space is
     left once, after the sum; expanded, tile by tile, as W_uk and W_uv want the latents."""
-    spec: GroupSpec = group.spec
+    spec = layer.spec
     codec, rope = spec.k_codec, spec.v_codec
-    params, rope_params = params_of(group.k_params, slot), params_of(group.v_params, slot)
+    params, rope_params = layer.k_params, layer.v_params
     q, dtype, C = plain.rows, chunk.q.dtype, spec.head_dim
 
     def parts(codes: Any) -> tuple[Array, Array]:
@@ -172,12 +166,12 @@ def _paged_part(group: LayerGroup, slot: Any, chunk: LatentChunk, plain: Chunk) 
             k_rope = rope.finish_output(k_rope, rope_params)
             return _keys_values(chunk, latent, k_rope)
 
-    pages = (group.k_pages, group.v_pages)
+    pages = (layer.k_pages, layer.v_pages)
     part = paged_partial(
         q,
         pages,
         pages,
-        layer_of(group.table, slot),
+        layer.table,
         spec.used_pages(chunk.length),
         decode_k=lambda codes, tokens: jnp.swapaxes(tile(codes)[0], 3, 4),
         decode_v=lambda codes, tokens: tile(codes)[1],

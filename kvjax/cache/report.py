@@ -28,22 +28,22 @@ PARTS = {
 def cache_report(cache: KVCache) -> dict[str, Any]:
     """Bytes of each part of a cache, and the tokens that it can hold.
 
-    total_bytes is the sum of the leaves' `nbytes`, bytes its parts (`PARTS`; codes and scales count
-    the null page too). page_slack_bytes: pages that no token has been sealed into yet, a share of
-    codes and scales. effective_bits of "k", "v" and their "mean": what a sealed number costs, with
-    its scales. bytes_per_token: total over the tokens of all rows at capacity. raw_bytes,
-    bf16_bytes: the same capacity as one dense array in the model's dtype, in bfloat16; ratio and
-    bf16_ratio: how many times smaller the cache is.
+    total_bytes is the sum of the leaves' `nbytes`, bytes its parts (`PARTS`). page_slack_bytes:
+    pages that no token has been sealed into yet, a share of codes and scales. effective_bits of
+    "k", "v" and their "mean": what a sealed number costs, with its scales. bytes_per_token: total
+    over the tokens of all rows at capacity. raw_bytes, bf16_bytes: the same capacity as one dense
+    array in the model's dtype, in bfloat16; ratio and bf16_ratio: how many times smaller the cache
+    is.
     """
     parts = dict.fromkeys(PARTS, 0) | {"tables": cache.length.nbytes}
     slack, lengths = 0, np.asarray(cache.length)
     for group in cache.groups:
-        for pages in (group.k_pages, group.v_pages):
+        for pages in (*group.pool.k, *group.pool.v):
             code, side = split_bytes(pages)
             parts["codes"] += code
             parts["scales"] += side
-            pool = group.table.size + 1
-            slack += (code + side) // pool * _free_pages(group.spec, lengths)
+        pool = _nbytes(group.pool)
+        slack += pool * _free_pages(group.spec, lengths) // max(1, group.table.size)
         parts["exact"] += _nbytes((group.k_exact, group.v_exact))
         parts["calibration"] += _nbytes((group.k_params, group.v_params))
         parts["tables"] += group.table.nbytes

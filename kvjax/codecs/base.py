@@ -48,6 +48,8 @@ class Codec(abc.ABC):
     name: ClassVar[str]
     #: keys are encoded before RoPE and rotated when they are read (KVQuant)
     pre_rope: ClassVar[bool] = False
+    #: the stored `x` is what `decode` (for keys `decode_t`) gives: attention may read it in place
+    in_place: ClassVar[bool] = False
     #: `calibrate` uses weights; the others refuse them
     uses_weights: ClassVar[bool] = False
     #: `calibrate` takes `metric` `[K, H, H]`: E[g g^T], g the loss's gradient by an entry

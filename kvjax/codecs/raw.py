@@ -19,6 +19,7 @@ class Raw(Codec):
     """dtype: None keeps what `encode` is given, which must then be in the cache's dtype."""
 
     name: ClassVar[str] = "raw"
+    in_place: ClassVar[bool] = True
     dtype: str | None = None
 
     def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
@@ -37,6 +38,7 @@ class RawKey(Codec):
     """
 
     name: ClassVar[str] = "raw"
+    in_place: ClassVar[bool] = True
 
     def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
         return {"x": jnp.swapaxes(x, -1, -2)}

@@ -3,6 +3,9 @@
 A tile is a few pages of every row. Its codes are gathered and decoded, used, and gone: no dense
 copy of the cache exists, and the temporary memory is that of one tile. The number of tiles is a
 traced value, so short rows cost little and no length compiles anything new.
+
+A page that a row does not use may hold anything, NaN too: its part is masked out as a whole, by
+pages, after the products.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.softmax import MASKED, Partial, attend_tile, merge
+from pallas_kernels.softmax import MASKED, Partial, merge, soft_cap
 
 # Shapes: B batch, K KV heads, Q queries of a KV head (all of its group's tokens), H head dim,
 # P pool pages, M pages in a row's table, S tokens of a page, n pages of a tile.
@@ -40,30 +43,28 @@ def paged_partial(
 
     k_pages, v_pages: pytrees of arrays `[P, K, ...]`. decode_k turns gathered codes
     `[B, n, K, ...]`, and the numbers of their tokens among the row's paged tokens `[n S]`, into
-    keys `[B, n, K, H, S]`; decode_v into values `[B, n, K, S, R]`. Page 0 of the pool is the null
-    page: all zeros, read in place of any page past `used`, so whatever unused pages hold is never
-    touched. start: attention to other keys, in the same space of values, to merge into.
-    softcap: see `attend_tile`. mask: which of a tile's tokens `[n S]` each query may see, as
-    `[B, 1, Q, n S]`.
+    keys `[B, n, K, H, S]`; decode_v into values `[B, n, K, S, R]`. start: attention to other keys,
+    in the same space of values, to merge into. softcap: see `attend_tile`. mask: which of a tile's
+    tokens `[n S]` each query may see, as `[B, 1, Q, n S]`; they hold real tokens.
     """
     B, K, Q, _ = q.shape
     tile = max(1, min(tile_tokens // page_size, table.shape[1]))
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % tile)))
-    table = jnp.where(jnp.arange(table.shape[1])[None] < used[:, None], table, 0)
 
     def body(i, part):
-        k_t, v, tokens = load(i)
-        seen = (tokens[None] < used[:, None] * page_size)[:, None, None, :]
-        seen = seen if mask is None else seen & mask(tokens)
-        return merge(part, attend_tile(q, k_t, v, seen, scale=scale, softcap=softcap))
+        page = i * tile + jnp.arange(tile)
+        k_t, v = load(i)
+        valid, within = page[None] < used[:, None], None
+        if mask is not None:
+            seen = mask(i * tile * page_size + jnp.arange(tile * page_size))  # B 1 Q n S
+            within = jnp.moveaxis(seen.reshape(*seen.shape[:3], tile, page_size), 3, 1)
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "within": within}
+        return merge(part, _pages(q, k_t, v, valid, **how))
 
     def load(i):
         ids = jax.lax.dynamic_slice_in_dim(table, i * tile, tile, axis=1)  # B n
         tokens = i * tile * page_size + jnp.arange(tile * page_size)
-        k_t = jnp.moveaxis(decode_k(_gather(k_pages, ids), tokens), 1, 3)  # B K H n S
-        v = jnp.moveaxis(decode_v(_gather(v_pages, ids), tokens), 1, 2)  # B K n S R
-        v = v.reshape(B, K, tile * page_size, v.shape[-1])
-        return k_t.reshape(B, K, k_t.shape[2], tile * page_size), v, tokens
+        return decode_k(_gather(k_pages, ids), tokens), decode_v(_gather(v_pages, ids), tokens)
 
     shape = (B, K, Q)
     out_dim = jax.eval_shape(load, 0)[1].shape[-1]
@@ -71,6 +72,57 @@ def paged_partial(
         start = Partial(jnp.zeros((*shape, out_dim)), jnp.full(shape, MASKED), jnp.zeros(shape))
     tiles = (jnp.max(used) + tile - 1) // tile
     return jax.lax.fori_loop(0, tiles, body, start)
+
+
+def pool_partial(
+    q: Float[Array, "1 K Q H"],
+    k_t: Float[Array, "P K H S"],
+    v: Float[Array, "P K S R"],
+    table: Int[Array, "1 P"],
+    used: Int[Array, "1"],
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Partial:
+    """`paged_partial` where one row owns the whole pool, as it lies: nothing is copied.
+
+    table: a permutation. The sums go in its order, so where a page lies changes no bit.
+    """
+    order = table[0]
+    in_use = jnp.arange(order.size) < used[0]
+    valid = jnp.any((order[:, None] == jnp.arange(order.size)[None]) & in_use[:, None], axis=0)
+    return _pages(q, k_t[None], v[None], valid[None], scale=scale, softcap=softcap, order=order)
+
+
+def _pages(
+    q: Float[Array, "B K Q H"],
+    k_t: Float[Array, "B n K H S"],
+    v: Float[Array, "B n K S R"],
+    valid: Bool[Array, "B n"],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    order: Int[Array, "n"] | None = None,
+    within: Bool[Array, "B n 1 Q S"] | None = None,
+) -> Partial:
+    """Attention to whole pages: each page's products alone, then their sum, in `order`.
+
+    within: the tokens that each query may see, if not all of a valid page.
+    """
+    seen = valid[:, :, None, None]
+    rows = jnp.broadcast_to(q[:, None], (*valid.shape, *q.shape[1:]))
+    scores = jnp.matmul(rows, k_t, preferred_element_type=jnp.float32) * scale  # B n K Q S
+    scores = jnp.where(seen[..., None], soft_cap(scores, softcap), MASKED)
+    scores = scores if within is None else jnp.where(within, scores, MASKED)
+    top = jnp.max(scores, axis=(1, 4))  # B K Q
+    weights = jnp.exp(scores - top[:, None, :, :, None])
+    weights = weights if within is None else jnp.where(within, weights, 0.0)
+    acc = jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    acc = jnp.where(seen[..., None], acc, 0.0)  # B n K Q R
+    mass = jnp.where(seen, jnp.sum(weights, axis=-1), 0.0)  # B n K Q
+    if order is not None:
+        acc, mass = acc[:, order], mass[:, order]
+    return Partial(jnp.sum(acc, axis=1), top, jnp.sum(mass, axis=1))
 
 
 def _gather(pages: Any, ids: Array) -> Any:

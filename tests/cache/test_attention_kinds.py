@@ -224,5 +224,5 @@ def test_window_bytes_by_hand():
     assert group.table.shape == (20, 2, 4)
     token = 2 * 4 * 128 * 2
     report = cache_report(cache)["bytes"]
-    assert report["codes"] == (1 + 20 * 2 * 4) * 32 * token
+    assert report["codes"] == 20 * 2 * 4 * 32 * token
     assert report["exact"] == 20 * 2 * 48 * token

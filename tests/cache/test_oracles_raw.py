@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import oracles
 import pytest
 
@@ -47,6 +48,20 @@ def test_paths(tiny, config):
 @BOTH_FORMS
 def test_poison(tiny, form, config):
     oracles.poison_changes_nothing(tiny(form=form), config)
+
+
+@pytest.mark.parametrize("max_len", [104, 400])
+def test_one_row(tiny, max_len):
+    """One row, its pool mostly full (read where it lies) or mostly empty."""
+    model, config = tiny(form="unrolled"), CacheConfig(page_size=16, sinks=2, recent=5)
+    oracles.cached_equals_full(model, config, tolerance=2e-5, length=100, batch=1)
+    tokens, more = (oracles.tokens_for(model, 1, n, seed=n) for n in (100, 4))
+    cache = model.init_cache(batch=1, max_len=max_len, config=config)
+    _, cache = model(tokens, cache)
+    assert cache.groups[0].pool.apart
+    want, _ = model(more, cache)
+    for other in (oracles.moved_pages(cache), oracles.poisoned(cache)):
+        assert np.array_equal(model(more, other)[0], want)
 
 
 @pytest.mark.parametrize("kind", KINDS)

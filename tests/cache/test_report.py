@@ -20,10 +20,10 @@ def report_of(model, text, *, tokens=0, batch=2, max_len=200, **fields):
 
 
 def test_parts_by_hand(tiny):
-    """2 layers, 2 rows of 200, 2 KV heads of 32: 5 pages a row and layer, and the null page."""
+    """2 layers, 2 rows of 200, 2 KV heads of 32: 5 pages a row and layer."""
     report = report_of(tiny(), "kivi4", layers="1:int8+raw")
     numbers = 2 * 32 * 32  # of a page: heads, tokens, channels
-    pages = 1 + 2 * 5
+    pages = 2 * 5
     kivi, int8, raw = numbers // 2, numbers, 4 * numbers
     kivi_side = 2 * 2 * (2 * 32)  # scale and low, float16: per channel, or per token, each head
     assert report["bytes"] == {
@@ -56,7 +56,7 @@ def test_page_slack_is_what_no_token_has_filled(tiny):
     model = tiny()
     empty, used = report_of(model, "int8"), report_of(model, "int8", tokens=150)
     page = 2 * (2 * 32 * 32 + 2 * 32 * 2)  # keys and values: bytes, and a float16 scale a token
-    assert empty["page_slack_bytes"] == 2 * 2 * 5 * page  # all but the null page
+    assert empty["page_slack_bytes"] == 2 * 2 * 5 * page
     assert used["tokens"] == [150, 1]
     assert used["page_slack_bytes"] == empty["page_slack_bytes"] - 2 * 4 * page
     assert used["bytes"] == empty["bytes"]
