@@ -68,6 +68,7 @@ HARMLESS: dict[str, Any] = {
     "sliding_window": (),
     "use_sliding_window": (False,),
     "cache_implementation": ANY,
+    "auto_map": ANY,  # remote code for what the model_type says already
 }
 
 

@@ -35,14 +35,15 @@ class Family:
     """What a model_type means.
 
     defaults: transformers' own, of keys that all families share. keys: names of shared keys that
-    the family spells otherwise. own_rope: `read` takes the RoPE keys. fixed: ModelConfig fields
-    that are the family's.
+    the family spells otherwise. own_rope: `read` takes the RoPE keys. fused: q, k and v are one
+    tensor, gate and up another. fixed: ModelConfig fields that are the family's.
     """
 
     architecture: str
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     own_rope: bool = False
+    fused: bool = False
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     read: Read = _nothing
     write: Write = _nothing
@@ -78,6 +79,14 @@ def _write_llama(config: ModelConfig) -> dict[str, Any]:
 
 def _mistral(fields: Fields, known: Mapping[str, Any]) -> dict[str, Any]:
     window = fields.take("sliding_window", int, None if fields.has("sliding_window") else 4096)
+    if window is None:
+        return {}
+    return {"sliding_window": window, "layer_types": ("sliding_attention",) * known["num_layers"]}
+
+
+def _phi3(fields: Fields, known: Mapping[str, Any]) -> dict[str, Any]:
+    fields.drop({"attention_bias": (False,)})
+    window = fields.take("sliding_window", int, None)
     if window is None:
         return {}
     return {"sliding_window": window, "layer_types": ("sliding_attention",) * known["num_layers"]}
@@ -127,6 +136,7 @@ def _gemma2(fields: Fields, known: Mapping[str, Any]) -> dict[str, Any]:
             ("final_logit_softcap", "final_logit_softcapping", 30.0),
         )
     }
+    fields.drop({"use_bidirectional_attention": (False,)})
     return _bounded({**_gemma(fields, known, 2), **caps})
 
 
@@ -275,6 +285,7 @@ FAMILIES: dict[str, Family] = {
         read=_gemma3,
         write=_write_gemma3,
     ),
+    "phi3": Family("Phi3ForCausalLM", {"rms_norm_eps": 1e-5}, fused=True, read=_phi3),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         {"rms_norm_eps": 1e-5},
@@ -299,6 +310,7 @@ FAMILIES: dict[str, Family] = {
         {
             "max_position_embeddings": 8192,
             "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
             "tie_word_embeddings": True,
         },
         keys={"rms_norm_eps": "layer_norm_eps"},

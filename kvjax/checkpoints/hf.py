@@ -17,8 +17,10 @@ import ml_dtypes
 import numpy as np
 
 from kvjax.checkpoints.families import model_config
+from kvjax.checkpoints.family_table import FAMILIES
 from kvjax.checkpoints.tensors import Checkpoint, LazyTensor, check_names
 from kvjax.checkpoints.tokenizer import Tokenizer
+from kvjax.config import ModelConfig
 
 __all__ = ["check_names", "open_hf", "read_json", "read_safetensors", "read_tensors"]
 
@@ -42,8 +44,44 @@ def open_hf(folder: Path) -> Checkpoint:
         where=str(folder / "config.json"),
     )
     tensors = read_tensors(folder)
+    family = FAMILIES.get(raw.get("model_type", ""))
+    if family is not None and family.fused:
+        tensors = unfused(tensors, config)
     tokenizer = Tokenizer.from_folder(folder, extra_eos_ids=config.eos_token_ids)
     return Checkpoint(folder, config, raw, tensors, tokenizer)
+
+
+def unfused(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> dict[str, LazyTensor]:
+    """Tensors that are several in one (Phi-3), apart: each is a range of its rows."""
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    heads["v_proj"] = config.num_kv_heads
+    parts = {
+        "qkv_proj": {name: n * config.head_dim for name, n in heads.items()},
+        "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
+    }
+    out: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        stem, _, last = module.rpartition(".")
+        rows = parts.get(last)
+        if rows is None:
+            out[name] = tensor
+            continue
+        if sum(rows.values()) != tensor.shape[0]:
+            raise ValueError(
+                f"{name}: expected {sum(rows.values())} rows, those of {', '.join(rows)}, got"
+                f" {tensor.shape[0]}. The checkpoint and its config do not belong together."
+            )
+        at = 0
+        for part, count in rows.items():
+            out[f"{stem}.{part}.{leaf}"] = _rows(tensor, at, at + count)
+            at += count
+    return out
+
+
+def _rows(tensor: LazyTensor, first: int, end: int) -> LazyTensor:
+    shape = (end - first, *tensor.shape[1:])
+    return LazyTensor(shape, tensor.dtype, lambda: tensor.read()[first:end].copy())
 
 
 def read_json(path: Path) -> dict[str, Any]:
