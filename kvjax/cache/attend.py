@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ class LayerView:
     k_pages: Codes  # leaves [P, K, ...], perhaps with other layers' pages
     v_pages: Codes
     k_exact: Float[Array, "B K H E"]
-    v_exact: Float[Array, "B K E H"]
+    v_exact: Float[Array, "B K E R"]
     table: Int[Array, "B M"]  # page ids in k_pages
     k_params: Params
     v_params: Params
@@ -38,6 +39,7 @@ class LayerView:
         """All pages are one row's, and are used where they lie."""
         pages = {leaf.shape[0] for leaf in jax.tree.leaves(self.k_pages)}
         in_place = self.spec.k_codec.in_place and self.spec.v_codec.in_place
+        in_place &= self.spec.window is None  # whose pages are few, and not in the tokens' order
         return in_place and self.table.shape[0] == 1 and pages == {self.table.shape[1]}
 
 
@@ -115,13 +117,12 @@ def pages_seen(spec: GroupSpec, chunk: Chunk) -> Callable[[Array], Array] | None
 
 
 def _exact_part(layer: LayerView, chunk: Chunk) -> Partial:
-    spec = layer.spec
+    spec, how = layer.spec, chunk.how
     valid, seen = exact_seen(spec, chunk)
     k_t = layer.k_exact
     v = jnp.where(valid[:, None, :, None], layer.v_exact, 0)  # an unused slot may hold anything
-    if spec.k_codec.pre_rope and chunk.how.rope is not None:
+    if spec.k_codec.pre_rope and how.rope is not None:
         k_t = _rope_tile(k_t, chunk, spec.token_in_slot(chunk.length))
-    how = chunk.how
     return attend_tile(chunk.rows, k_t, v, seen, scale=how.scale, softcap=how.softcap)
 
 
@@ -148,20 +149,14 @@ def chunk_part(chunk: Chunk, window: int | None) -> Partial:
 
 def _sealed_part(layer: LayerView, chunk: Chunk, others: Partial) -> Partial:
     """The others with the sealed pages merged in."""
-    used = layer.spec.used_pages(chunk.length)
+    used, how = layer.spec.used_pages(chunk.length), chunk.how
     if not layer.one_row or layer.k_pages["x"].dtype != chunk.q.dtype:
         return _paged_part(layer, chunk, others, used)
 
     def whole(part: Partial) -> Partial:
         k_t, v = layer.k_pages["x"], layer.v_pages["x"]
-        how, seen = chunk.how, pages_seen(layer.spec, chunk)
-        pages = pool_partial(
-            *(chunk.rows, k_t, v, layer.table, used),
-            scale=how.scale,
-            softcap=how.softcap,
-            mask=seen,
-        )
-        return merge(part, pages)
+        scores = functools.partial(pool_partial, scale=how.scale, softcap=how.softcap)
+        return merge(part, scores(chunk.rows, k_t, v, layer.table, used))
 
     # no copy, but every page of the row is read, used or not
     most = 2 * used[0] >= layer.table.shape[1]

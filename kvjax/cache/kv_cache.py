@@ -141,11 +141,7 @@ class KVCache:
         groups, slots = (jnp.asarray(x)[layer] for x in zip(*self.layer_map, strict=True))
         if len(used) == 1:
             return read(self.groups[used[0]].layer(slots))
-
-        def branch(g: int) -> Callable[[Array], Array]:
-            return lambda slot: read(self.groups[g].layer(slot))
-
-        branches = [branch(g) for g in used]
+        branches = [lambda slot, g=g: read(self.groups[g].layer(slot)) for g in used]
         return jax.lax.switch(jnp.searchsorted(jnp.asarray(used), groups), branches, slots)
 
     def stored_keys(

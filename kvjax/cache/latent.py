@@ -141,7 +141,8 @@ def _finish(chunk: LatentChunk, part: Partial) -> Float[Array, "B A N W"]:
 def _paged_part(layer: LayerView, chunk: LatentChunk, plain: Chunk) -> Partial:
     """The pages' part, its values in the space of the chunk's. Absorbed, the codec's own space is
     left once, after the sum; expanded, tile by tile, as W_uk and W_uv want the latents."""
-    spec, codec, rope = layer.spec, layer.spec.k_codec, layer.spec.v_codec
+    spec = layer.spec
+    codec, rope = spec.k_codec, spec.v_codec
     params, rope_params = layer.k_params, layer.v_params
     q, dtype, C = plain.rows, chunk.q.dtype, spec.head_dim
 

@@ -19,8 +19,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.softmax import MASKED, Partial, merge, soft_cap
 
-Mask = Callable[[Array], Array]
-
 # Shapes: B batch, K KV heads, Q queries of a KV head (all of its group's tokens), H head dim,
 # P pool pages, M pages in a row's table, S tokens of a page, n pages of a tile.
 
@@ -39,7 +37,7 @@ def paged_partial(
     tile_tokens: int = 128,
     start: Partial | None = None,
     softcap: float | None = None,
-    mask: Mask | None = None,
+    mask: Callable[[Array], Array] | None = None,
 ) -> Partial:
     """Attention of every query to the first `used[b]` pages of its row; `acc [B, K, Q, R]`.
 
@@ -47,7 +45,7 @@ def paged_partial(
     `[B, n, K, ...]`, and the numbers of their tokens among the row's paged tokens `[n S]`, into
     keys `[B, n, K, H, S]`; decode_v into values `[B, n, K, S, R]`. start: attention to other keys,
     in the same space of values, to merge into. softcap: see `attend_tile`. mask: which of a tile's
-    tokens `[n S]` each query may see, as `[B, 1, Q, n S]`.
+    tokens `[n S]` each query may see, as `[B, 1, Q, n S]`; they hold real tokens.
     """
     B, K, Q, _ = q.shape
     tile = max(1, min(tile_tokens // page_size, table.shape[1]))
@@ -56,9 +54,12 @@ def paged_partial(
     def body(i, part):
         page = i * tile + jnp.arange(tile)
         k_t, v = load(i)
-        tokens = i * tile * page_size + jnp.arange(tile * page_size)
-        seen = _by_page(page[None] < used[:, None], tokens, mask)
-        return merge(part, _pages(q, k_t, v, *seen, scale=scale, softcap=softcap))
+        valid, within = page[None] < used[:, None], None
+        if mask is not None:
+            seen = mask(i * tile * page_size + jnp.arange(tile * page_size))  # B 1 Q n S
+            within = jnp.moveaxis(seen.reshape(*seen.shape[:3], tile, page_size), 3, 1)
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "within": within}
+        return merge(part, _pages(q, k_t, v, valid, **how))
 
     def load(i):
         ids = jax.lax.dynamic_slice_in_dim(table, i * tile, tile, axis=1)  # B n
@@ -82,52 +83,43 @@ def pool_partial(
     *,
     scale: float,
     softcap: float | None = None,
-    mask: Mask | None = None,
 ) -> Partial:
     """`paged_partial` where one row owns the whole pool, as it lies: nothing is copied.
 
     table: a permutation. The sums go in its order, so where a page lies changes no bit.
     """
-    order, page_size = table[0], v.shape[2]
-    place = jnp.argmax(order[None] == jnp.arange(order.size)[:, None], axis=1)  # of page p in table
-    tokens = (place[:, None] * page_size + jnp.arange(page_size)[None]).reshape(-1)
-    seen = _by_page((place < used[0])[None], tokens, mask)
-    return _pages(q, k_t[None], v[None], *seen, scale=scale, softcap=softcap, order=order)
-
-
-def _by_page(
-    valid: Bool[Array, "B n"], tokens: Int[Array, "S"], mask: Mask | None
-) -> tuple[Bool[Array, "B n 1 1"], Bool[Array, "B n 1 Q S"] | None]:
-    """Pages that hold tokens, and which of their tokens each query may see (None: all)."""
-    seen = None if mask is None else mask(tokens)  # B 1 Q nS
-    if seen is not None:
-        seen = jnp.moveaxis(seen.reshape(*seen.shape[:3], valid.shape[1], -1), 3, 1)
-    return valid[:, :, None, None], seen
+    order = table[0]
+    in_use = jnp.arange(order.size) < used[0]
+    valid = jnp.any((order[:, None] == jnp.arange(order.size)[None]) & in_use[:, None], axis=0)
+    return _pages(q, k_t[None], v[None], valid[None], scale=scale, softcap=softcap, order=order)
 
 
 def _pages(
     q: Float[Array, "B K Q H"],
     k_t: Float[Array, "B n K H S"],
     v: Float[Array, "B n K S R"],
-    valid: Bool[Array, "B n 1 1"],
-    seen: Bool[Array, "B n 1 Q S"] | None,
+    valid: Bool[Array, "B n"],
     *,
     scale: float,
-    softcap: float | None,
+    softcap: float | None = None,
     order: Int[Array, "n"] | None = None,
+    within: Bool[Array, "B n 1 Q S"] | None = None,
 ) -> Partial:
-    """Attention to whole pages: each page's products alone, then their sum, in `order`."""
-    mask = valid[..., None] if seen is None else valid[..., None] & seen
-    rows = jnp.broadcast_to(q[:, None], (*valid.shape[:2], *q.shape[1:]))
+    """Attention to whole pages: each page's products alone, then their sum, in `order`.
+
+    within: the tokens that each query may see, if not all of a valid page.
+    """
+    seen = valid[:, :, None, None]
+    rows = jnp.broadcast_to(q[:, None], (*valid.shape, *q.shape[1:]))
     scores = jnp.matmul(rows, k_t, preferred_element_type=jnp.float32) * scale  # B n K Q S
-    scores = jnp.where(mask, soft_cap(scores, softcap), MASKED)
+    scores = jnp.where(seen[..., None], soft_cap(scores, softcap), MASKED)
+    scores = scores if within is None else jnp.where(within, scores, MASKED)
     top = jnp.max(scores, axis=(1, 4))  # B K Q
     weights = jnp.exp(scores - top[:, None, :, :, None])
-    if seen is not None:
-        weights = jnp.where(mask, weights, 0.0)
+    weights = weights if within is None else jnp.where(within, weights, 0.0)
     acc = jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    acc = jnp.where(valid[..., None], acc, 0.0)  # B n K Q R
-    mass = jnp.where(valid, jnp.sum(weights, axis=-1), 0.0)  # B n K Q
+    acc = jnp.where(seen[..., None], acc, 0.0)  # B n K Q R
+    mass = jnp.where(seen, jnp.sum(weights, axis=-1), 0.0)  # B n K Q
     if order is not None:
         acc, mass = acc[:, order], mass[:, order]
     return Partial(jnp.sum(acc, axis=1), top, jnp.sum(mass, axis=1))
