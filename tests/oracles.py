@@ -184,7 +184,8 @@ def poisoned_pool(pool, ids):
     """The pool with poison in pages `ids [slots, n]` of each layer."""
 
     def block(i, codes):
-        own = np.asarray(ids).reshape(len(pool.k), -1, np.shape(ids)[1])[i]  # layers of a block
+        per = pool.slots // len(pool.k)  # layers of a block
+        own = np.asarray(ids).reshape(len(pool.k), per, np.shape(ids)[1])[i]
         where = (own + np.arange(len(own))[:, None] * pool.pages).ravel()
         return jax.tree.map(lambda x: poison(x, where), codes)
 
