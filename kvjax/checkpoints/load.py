@@ -20,11 +20,18 @@ def load(
     when the folder has none. Raises ValueError when a config key would change results and is not
     known, or tensors are missing, unexpected or of another shape.
     """
-    from kvjax.checkpoints.hf import check_names
     from kvjax.checkpoints.source import open_checkpoint
+    from kvjax.checkpoints.tensors import IGNORABLE, check_names
 
     source = open_checkpoint(path_or_name)
     model = abstract_model(source.config, dtype=dtype, form=form)
     expected = {name for slot in slots(model) for name in slot.names}
-    check_names(expected, source.tensors)
+    check_names(expected, source.tensors, ignorable=(*IGNORABLE, *_drafting(source)))
     return fill(model, source.tensors), source.tokenizer
+
+
+def _drafting(source: Any) -> list[str]:
+    """Names of DeepSeek's layers for multi-token prediction, which decoding does not run."""
+    first = source.config.num_layers
+    extra = source.hf_config.get("num_nextn_predict_layers") or 0
+    return [rf"^model\.layers\.{layer}\." for layer in range(first, first + extra)]
