@@ -184,8 +184,7 @@ def poisoned_pool(pool, ids):
     """The pool with poison in pages `ids [slots, n]` of each layer."""
 
     def block(i, codes):
-        per = pool.slots // len(pool.k)  # layers of a block
-        own = np.asarray(ids).reshape(len(pool.k), per, np.shape(ids)[1])[i]
+        own = np.split(np.asarray(ids), len(pool.k))[i]  # of the block's layers
         where = (own + np.arange(len(own))[:, None] * pool.pages).ravel()
         return jax.tree.map(lambda x: poison(x, where), codes)
 
