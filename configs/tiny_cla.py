@@ -5,7 +5,11 @@ Python's own standard library. No download.
     python -m kvjax.infer --model runs/tiny_cla --raw "def " --temperature 0.7 --max-tokens 60
 
 A token costs 128 numbers for all four layers together: a quarter of configs/tiny_gqa.py's.
-EXPECT"""
+
+Measured with Python 3.11 for the first 30 of its 700 steps only (--training.steps=30
+--optimizer.decay_steps=700): loss 8.60 at the start, held-out loss 6.91 nats a token after them, 36
+CPU seconds with compilation. configs/tiny_gqa.py has the figures of a whole run.
+"""
 
 from kvjax.config import ModelConfig
 from kvjax.sharing import cla

@@ -5,7 +5,11 @@
 
 A token costs 64 + 16 cached numbers a layer, whatever the number of heads; configs/tiny_gqa.py's
 costs 128. The folder is one of DeepSeek-V2's family, all layers dense: transformers loads it too.
-EXPECT"""
+
+Measured with Python 3.11 for the first 30 of its 700 steps only (--training.steps=30
+--optimizer.decay_steps=700): loss 8.60 at the start, held-out loss 6.84 nats a token after them, 50
+CPU seconds with compilation. configs/tiny_gqa.py has the figures of a whole run.
+"""
 
 from kvjax.config import MLAConfig, ModelConfig
 from kvjax.training import DataConfig, OptimizerConfig, TrainConfig, TrainingConfig
