@@ -148,7 +148,8 @@ def load(path: str | Path, model: Transformer, config: CacheConfig) -> Calibrati
     need(file.is_file(), "calibration", "an existing file", str(path), _make_one(config))
     stat = file.stat()
     specs = _by_layer(model, config)
-    return _read(str(file), (stat.st_mtime_ns, stat.st_size), model_fingerprint(model), specs)
+    stamp = (stat.st_mtime_ns, stat.st_size)
+    return _read(str(file), stamp, model_fingerprint(model), specs, model.config.owners)
 
 
 def for_cache(model: Transformer, config: CacheConfig) -> Calibration | None:
@@ -269,7 +270,11 @@ def _codecs(labels: tuple[dict[Codec, str], dict[Codec, str]]) -> dict[str, Code
 
 @functools.lru_cache(maxsize=8)
 def _read(
-    path: str, stamp: tuple[int, int], fingerprint: str, specs: tuple[GroupSpec, ...]
+    path: str,
+    stamp: tuple[int, int],
+    fingerprint: str,
+    specs: tuple[GroupSpec, ...],
+    owners: tuple[int, ...],
 ) -> Calibration:
     labels = _labels(specs)
     layers = files.load(path, fingerprint=fingerprint, codecs=_codecs(labels))
@@ -277,7 +282,7 @@ def _read(
     def params_of(layer: int, role: int) -> Params:
         spec = specs[layer]
         codec = _pair(spec)[role]
-        if codec not in labels[role]:
+        if codec not in labels[role] or layer not in owners:
             return {}
         got = layers.get(layer, {}).get(labels[role][codec])
         need(

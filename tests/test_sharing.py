@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,10 @@ from flax import nnx
 
 import kvjax
 from kvjax import CacheConfig, ModelConfig, plan
+from kvjax.checkpoints.export import export
 from kvjax.layers.kinds import exit_layer, runs_of
 from kvjax.sharing import cla, describe, shared_tail, yoco
+from kvjax.training.loss import next_token_loss
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 TAIL = (SLIDING, FULL, SLIDING, FULL, SLIDING, FULL)
@@ -188,6 +191,38 @@ def test_an_owner_reaches_its_readers(tiny):
     model.stack.layers[0].attention.v_proj.kernel[...] *= 2.0
     assert np.abs(np.asarray(model(tokens)[0] - alone)).max() > 0.1
     assert np.abs(np.asarray(before - alone)).max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["cla2", "yoco"])
+def test_out_and_in_again(tiny, tmp_path, kind):
+    """No Hugging Face family has them: the folder is kvjax's own, and says so."""
+    model = tiny(form="stacked", **KINDS[kind])
+    export(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "kvjax"
+    back, _ = kvjax.load(tmp_path, form="stacked")
+    assert back.config == model.config
+    for a, b in zip(
+        jax.tree.leaves(nnx.state(back)), jax.tree.leaves(nnx.state(model)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_training_reaches_every_parameter(tiny):
+    """Gradients of a YOCO through the pair that its readers share, with and without remat."""
+    model = tiny(form="stacked", **KINDS["yoco"])
+    graphdef, state = nnx.split(model)
+    tokens = jnp.asarray(oracles.tokens_for(model, 2, 25))
+
+    def grads(remat):
+        def loss(state):
+            return next_token_loss(nnx.merge(graphdef, state), tokens, remat=remat)[0]
+
+        return jax.jit(jax.grad(loss))(state)
+
+    plain, again = grads(False), grads(True)
+    for (path, a), b in zip(jax.tree.leaves_with_path(plain), jax.tree.leaves(again), strict=True):
+        assert np.abs(a).max() > 0, jax.tree_util.keystr(path)
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 # -- leaving early -------------------------------------------------------------------------------

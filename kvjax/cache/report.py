@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -133,15 +133,14 @@ def format_report(report: dict[str, Any]) -> str:
     lines.append(f"  {'per token':<12}{human(report['bytes_per_token']):>12}")
     for group in report["codecs"]:
         bits = group["effective_bits"]
-        first, last = group["layers"][0], group["layers"][-1]
         k, v = ("latents", "rotated keys") if group["latent"] else ("keys", "values")
-        window = group["window"]
+        window, layers = group["window"], ranges(group["layers"])
         lines.append(
-            f"  layers {first}-{last}: {k} {group['k']} {bits['k']:.3g} bits,"
+            f"  layers {layers}: {k} {group['k']} {bits['k']:.3g} bits,"
             f" {v} {group['v']} {bits['v']:.3g} bits; exact: first {group['sinks']},"
             f" last {group['recent']} and a page of {group['page_size']} that fills"
             if group["pages"] or window is None
-            else f"  layers {first}-{last}: exact, the last {window}"
+            else f"  layers {layers}: exact, the last {window}"
         )
         if window is not None and group["pages"]:
             lines.append(f"    a window of {window}: {group['pages']} pages a row")
@@ -153,6 +152,13 @@ def format_report(report: dict[str, Any]) -> str:
         )
     lines.append(f"  {report['bf16_ratio']:.2f} times smaller than bfloat16 of the same capacity")
     return "\n".join(lines)
+
+
+def ranges(layers: Sequence[int]) -> str:
+    """`0-4,6`: runs of consecutive numbers."""
+    starts = [n for n in layers if n - 1 not in layers]
+    ends = [n for n in layers if n + 1 not in layers]
+    return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in zip(starts, ends, strict=True))
 
 
 def human(n: float) -> str:

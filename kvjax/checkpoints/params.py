@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -87,27 +88,32 @@ def abstract_model(config: ModelConfig, *, dtype: str, form: Form | None) -> Tra
     return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype, form=form))
 
 
-def fill(model: Transformer, tensors) -> Transformer:
+#: where a parameter goes, by its path in the module tree and its shape
+Placement = Callable[[tuple, tuple[int, ...]], jax.sharding.Sharding]
+
+
+def fill(model: Transformer, tensors, *, sharding: Placement | None = None) -> Transformer:
     """A model with arrays from a mapping of HF names to things with `.read()` and `.shape`.
 
-    One parameter is read, converted and put on the device at a time: the model is never held twice.
+    One parameter is read, converted and put on its devices at a time: the host never holds the
+    model, and a device only its own part. sharding: None for the default device.
     Raises ValueError on a shape that differs.
     """
     graphdef, state = nnx.split(model)
     flat = dict(nnx.to_flat_state(state))
     for slot in slots(model):
         variable = flat[slot.path]
-        flat[slot.path] = variable.replace(_array(slot, tensors, variable))
+        where = None if sharding is None else sharding(slot.path, variable.shape)
+        flat[slot.path] = variable.replace(_array(slot, tensors, variable, where))
     return nnx.merge(graphdef, nnx.from_flat_state(list(flat.items())))
 
 
-def _array(slot: Slot, tensors, variable) -> jnp.ndarray:
+def _array(slot: Slot, tensors, variable, where: jax.sharding.Sharding | None) -> jax.Array:
     want = variable.shape[len(slot.lead) :]
-    parts = [
-        jnp.asarray(_read(name, tensors[name], want, slot.transpose), variable.dtype)
-        for name in slot.names
-    ]
-    return jnp.stack(parts).reshape(variable.shape) if slot.lead else parts[0]
+    value = np.empty(variable.shape, variable.dtype)
+    for index, name in zip(np.ndindex(slot.lead), slot.names, strict=True):
+        value[index] = _read(name, tensors[name], want, slot.transpose)
+    return jnp.asarray(value) if where is None else jax.device_put(value, where)
 
 
 def _read(name: str, tensor, want: tuple[int, ...], transpose: bool) -> np.ndarray:

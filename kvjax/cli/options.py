@@ -199,6 +199,12 @@ def _add_cache(parser: Parser) -> None:
     group.add_argument(
         "--recent", type=int, metavar="N", help="last tokens kept exact (default: 64; raw: 0)"
     )
+    group.add_argument(
+        "--mla-rope-bits",
+        type=int,
+        metavar="BITS",
+        help="of the rotated keys of latent attention, 2 to 8 (default: exact)",
+    )
 
 
 def _add_machine(parser: Parser) -> None:

@@ -65,7 +65,7 @@ def _cache_config(args: argparse.Namespace) -> CacheConfig:
         v=args.kv_v,
         layers=args.kv_layers,
         **_given(args, page_size="page_size", sinks="sinks", recent="recent")
-        | _given(args, calibration="kv_calibration", evict="evict"),
+        | _given(args, calibration="kv_calibration", mla_rope_bits="mla_rope_bits", evict="evict"),
     )
 
 
@@ -73,7 +73,7 @@ def _preset(args: argparse.Namespace, name: str, model: Transformer, tokenizer: 
     from kvjax import presets
     from kvjax.config import need
 
-    for option in ("kv_k", "kv_v", "kv_layers", "kv_calibration"):
+    for option in ("kv_k", "kv_v", "kv_layers", "kv_calibration", "mla_rope_bits"):
         value = getattr(args, option)
         need(value is None, option.replace("_", "-"), f"none with the preset {name!r}", value)
     fields = _given(args, page_size="page_size", sinks="sinks", recent="recent", evict="evict")

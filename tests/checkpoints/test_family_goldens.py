@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,32 @@ def test_values_that_change_results_are_refused(config, key, value):
     match = "rope_type" if key == "rope_parameters" else "layer_types" if config is QWEN else key
     with pytest.raises(ValueError, match=match):
         model_config({**config, key: value})
+
+
+def test_layers_for_drafting_are_left_out(tmp_path):
+    """DeepSeek-V3 ships one more layer than it has; a second one is unexpected."""
+    from kvjax.checkpoints.tensors import LazyTensor
+
+    folder = SMALL / "deepseek_v3_groups"
+    tensors = read_tensors(folder)
+    loaded = kvjax.load(folder)[0].config.num_layers
+    assert loaded == 2
+    for layer, fine in ((2, True), (3, False)):
+        more = {**tensors, f"model.layers.{layer}.enorm.weight": tensors["model.norm.weight"]}
+        assert isinstance(more["model.norm.weight"], LazyTensor)
+        copy = shutil.copytree(folder, tmp_path / str(layer))
+        write_tensors(copy / "model.safetensors", more)
+        if fine:
+            kvjax.load(copy)
+        else:
+            with pytest.raises(ValueError, match=r"unexpected 1: model\.layers\.3\.enorm"):
+                kvjax.load(copy)
+
+
+def write_tensors(path: Path, tensors) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({name: np.ascontiguousarray(t.read()) for name, t in tensors.items()}, path)
 
 
 def test_older_spelling_of_gemma3():

@@ -394,6 +394,31 @@ def test_sentencepiece_tokenizer(sentencepiece):
     assert len(plain.encode("the")) > len(tokenizer.encode("the"))
 
 
+def test_runs_of_spaces_are_tokens_of_their_own():
+    """Gemma's user-defined tokens: whole runs of spaces, found before words are put together."""
+    letters = [f"<0x{b:02X}>" for b in range(256)] + ["▁", "x", "▁x", "▁▁", "▁▁▁"]
+    tokens = ["<unk>", *letters]
+    data = {
+        "model": "llama",
+        "tokens": tokens,
+        "token_type": [2, *[6] * 256, 1, 1, 1, 4, 4],
+        "scores": [0.0] * 257 + [-3.0, -2.0, -1.0, -1000.0, -1000.0],
+        "add_space_prefix": False,
+        "add_bos_token": False,
+    }
+    tokenizer = tokenizer_from_gguf({f"tokenizer.ggml.{k}": v for k, v in data.items()})
+    for text, pieces in (
+        ("x x", ["x", "▁x"]),
+        ("x  x", ["x", "▁▁", "x"]),
+        ("   x", ["▁▁▁", "x"]),
+    ):
+        ids = tokenizer.encode(text)
+        assert [tokens[i] for i in ids] == pieces
+        assert tokenizer.decode(ids) == text
+        stream = tokenizer.stream()
+        assert "".join([stream.push([i]) for i in ids] + [stream.finish()]) == text
+
+
 def test_tokenizers_are_refused_by_name(byte_level):
     metadata = byte_level_metadata(byte_level._backend)
     with pytest.raises(ValueError, match=r"tokenizer.ggml.pre: .*got 'tekken'"):

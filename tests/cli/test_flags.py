@@ -148,6 +148,13 @@ def test_sinks_and_recent_reach_the_cache(ask):
     assert (group["sinks"], group["recent"]) == (2, 33)
 
 
+def test_mla_rope_bits_reach_the_cache(cli):
+    """Here to be refused, as this model has no latents (tests/layers/test_mla.py uses them)."""
+    outcome = cli("hello", "--mla-rope-bits", "8")
+    assert outcome.code == 2
+    assert "mla_rope_bits: expected None: this model has no latent attention" in outcome.err
+
+
 def test_a_missing_calibration_file_is_named(cli):
     outcome = cli("hello", "--kv-cache-dtype", "kvquant4", "--kv-calibration", "/no/such")
     assert outcome.code == 2

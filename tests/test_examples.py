@@ -1,0 +1,41 @@
+"""The examples do what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def foreign():
+    spec = importlib.util.spec_from_file_location("foreign", ROOT / "examples/foreign_model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["run_nnx", "run_linen"])
+def test_attention_and_cache_in_a_foreign_model(foreign, kind, monkeypatch):
+    """Fed in pieces it is what it is fed at once: exactly while tokens are exact, closely after."""
+    tokens = jax.random.randint(jax.random.key(1), (2, 90), 0, foreign.HEADS.vocab_size)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # flax's own
+        whole = np.asarray(getattr(foreign, kind)(tokens, [90]))
+        pieces = np.asarray(getattr(foreign, kind)(tokens, [40, *[1] * 50]))
+    np.testing.assert_allclose(pieces[:, :41], whole[:, :41], atol=1e-5)
+    error = np.abs(pieces - whole)[:, 60:].mean() / whole.std()
+    assert 0 < error < 0.1  # pages of 32 tokens have been sealed at 4 bits
+
+
+def test_the_foreign_cache_is_compressed(foreign):
+    group = foreign.empty_cache(2, 120).groups[0]
+    assert group.spec.pages_per_row == 3
+    assert {leaf.dtype.name for leaf in group.pool.k[0].values()} == {"uint32", "float16"}
