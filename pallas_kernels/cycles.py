@@ -121,19 +121,26 @@ class Estimate:
 
 
 def profile(case: Case) -> Estimate:
-    """Runs one profile in a new process. Raises RuntimeError with libtpu's last words."""
+    """Compiles in a new process and reads libtpu's dumps. Without cycles (NaN) where its simulator
+    gives up; raises RuntimeError with its last words where it does not compile."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = (
-            f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
-            f"--xla_jf_dump_static_llo_profile_to={folder}"
-        )
-        environment = {**os.environ, **aot.environment(), "LIBTPU_INIT_ARGS": flags}
-        spec = json.dumps(dataclasses.asdict(case))
-        command = [sys.executable, "-m", "pallas_kernels.cycles", "--one", spec]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        dumps = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        simulate = f" --xla_jf_dump_static_llo_profile_to={folder}"
+        done = _run(case, dumps + simulate)
+        if done.returncode:  # its simulator ends the process on some instructions
+            for path in glob.glob(f"{folder}/*"):
+                os.remove(path)
+            done = _run(case, dumps)
         if done.returncode:
-            raise RuntimeError(f"{case}: libtpu ended with {done.returncode}: {done.stderr[-800:]}")
+            raise RuntimeError(f"{case}: ended with {done.returncode}: {done.stderr[-800:]}")
         return _read(folder, case, block_units=json.loads(done.stdout.splitlines()[-1]))
+
+
+def _run(case: Case, flags: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **aot.environment(), "LIBTPU_INIT_ARGS": flags}
+    spec = json.dumps(dataclasses.asdict(case))
+    command = [sys.executable, "-m", "pallas_kernels.cycles", "--one", spec]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def _compile_one(case: Case) -> float:
@@ -183,11 +190,14 @@ class _Known:
 
 def _read(folder: str, case: Case, *, block_units: float) -> Estimate:
     def text(pattern: str) -> str:
-        (path,) = glob.glob(f"{folder}/*{pattern}*")
-        with open(path) as file:
+        paths = glob.glob(f"{folder}/*{pattern}*")
+        if not paths:
+            return ""
+        with open(paths[0]) as file:
             return file.read()
 
-    cycles = sum(int(c) for c in re.findall(r"estimated_cycles: (\d+)", text("static_llo_profile")))
+    found = re.findall(r"estimated_cycles: (\d+)", text("static_llo_profile"))
+    cycles = sum(map(int, found)) if found else float("nan")
     bundles = re.search(
         r"total scheduled bundles:\s+(\d+)", text("-kernel*schedule-analysis_final_bundles")
     )

@@ -112,14 +112,18 @@ class Code(abc.ABC):
         return self.has_low or self.bias != 0.0
 
     @abc.abstractmethod
+    def numbers(self, words: Int[Array, "W L"]) -> Array:
+        """The tile `[n, L]` before its cast to bfloat16."""
+
     def tile(self, words: Int[Array, "W L"]) -> Float[Array, "n L"]:
-        """bfloat16."""
+        return self.numbers(words).astype(jnp.bfloat16)
 
     def tiles(self, words: list[Array]) -> Float[Array, "Sn L"]:
         """The tiles of several pages one below the other."""
         if self.order == "adjacent":  # then rows of words stand in the order of the entries
             return self.tile(jnp.concatenate(words, axis=0))
-        return jnp.concatenate([self.tile(w) for w in words], axis=0)
+        # joined before the cast: registers half full of bfloat16 are costly to move
+        return jnp.concatenate([self.numbers(w) for w in words], axis=0).astype(jnp.bfloat16)
 
     def scores(
         self,
@@ -171,8 +175,8 @@ class Code(abc.ABC):
             terms = [scaled[g] * self.bias] if self.bias else []
             terms += [p * side[self.groups + g]] if self.has_low else []
             loose.append(fold(functools.reduce(operator.add, terms)))
-        rows = [x.astype(jnp.bfloat16) for x in scaled]
-        return rows[0] if self.groups == 1 else jnp.concatenate(rows, axis=0), loose
+        # joined before the cast, as in `tiles`
+        return jnp.concatenate(scaled, axis=0).astype(jnp.bfloat16), loose
 
     def gather_groups(self, y: Float[Array, "nR H"]) -> Float[Array, "R H"]:
         """From the product with `weights`, the channels of each group out of its own rows."""

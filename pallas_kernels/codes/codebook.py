@@ -45,13 +45,13 @@ class Codebook(Code):
         parts = [packing.pack(x, w, self.order) for x, w in zip(planes, self._planes, strict=True)]
         return jnp.concatenate(parts, axis=-2)
 
-    def tile(self, words):
+    def numbers(self, words):
         q = self._codes(words, _fields)
         if self.bits < 4:
-            return _lookup8(self.table, q).astype(jnp.bfloat16)
+            return _lookup8(self.table, q)
         magnitude = _lookup8(self.table[8:], q & 7)
         flipped = lax.bitcast_convert_type(magnitude, jnp.int32) ^ ((q & 8) << 28)
-        return lax.bitcast_convert_type(flipped, jnp.float32).astype(jnp.bfloat16)
+        return lax.bitcast_convert_type(flipped, jnp.float32)
 
     def levels(self, words):
         q = self._codes(words, lambda w, bits: packing.unpack(w, bits, "fields"))
@@ -93,12 +93,12 @@ class Cubic(Symmetric):
     def bias(self) -> float:
         return 0.0
 
-    def tile(self, words):
+    def numbers(self, words):
         if self.order == "adjacent":
             t = pltpu.bitcast(words, INTEGERS[self.bits]).astype(jnp.bfloat16) + jnp.bfloat16(0.5)
             return self._cubic(t)
         t = above_magic(words, self.bits).astype(jnp.float32)
-        return self._cubic(t - (MAGIC + 2.0 ** (self.bits - 1) - 0.5)).astype(jnp.bfloat16)
+        return self._cubic(t - (MAGIC + 2.0 ** (self.bits - 1) - 0.5))
 
     def levels(self, words):
         return self._cubic(super().levels(words) + 0.5)
@@ -132,7 +132,7 @@ class Signs(Code):
     def stored(self, q: Int[Array, "*q"]) -> Int[Array, "*q"]:
         return 1 - q  # bfloat16's sign bit
 
-    def tile(self, words):
+    def numbers(self, words):
         one, sign = jnp.int32(0x3F803F80), jnp.int32(0x80008000 - 2**32)  # of two bfloat16
         planes = [words << (15 - j) if j < 15 else words for j in range(16)]
         return jnp.concatenate([pltpu.bitcast((x & sign) | one, jnp.bfloat16) for x in planes], 0)

@@ -61,34 +61,53 @@ class KiviKey(Asymmetric):
         return q * scale + low
 
     def scores(self, q, sums, words, side, factor):
-        H = q.shape[-1]
+        R, H = q.shape
         rows = packing.word_rows(H, self.bits)
         tile = self.tile(words[:rows])
         pages = [slice(i, i + LANES) for i in range(0, words.shape[1], LANES)]
-        parts = [self._page_scores(q, tile[:, at], words[rows:, at], factor) for at in pages]
+        queries = [self._queries(q, words[rows:, at], factor) for at in pages]
+        stack, lows = (
+            jnp.concatenate([x[i] for x in queries], axis=0).astype(jnp.bfloat16) for i in (0, 1)
+        )
+        # sums over channels, the same on every lane: a product with ones
+        ones = jnp.ones((H, LANES), jnp.bfloat16)
+        offset = matmul(lows, ones)
+        if self._large_bias:
+            offset = offset + matmul(stack, ones) * self.bias
+        each = self._spans * R
+        parts = [
+            self._own_span(matmul(stack[i * each : (i + 1) * each], tile[:, at])
+                           + offset[i * each : (i + 1) * each])
+            for i, at in enumerate(pages)
+        ]  # fmt: skip
         return jnp.concatenate(parts, axis=1)
 
-    def _page_scores(
-        self, q: Array, tile: Float[Array, "H 128"], pair: Int[Array, "r 128"], factor: float
-    ) -> Float[Array, "R 128"]:
-        R, H = q.shape
-        q32 = q.astype(jnp.float32)
+    def _queries(self, q: Array, pair: Int[Array, "r 128"], factor: float) -> tuple[Array, Array]:
+        """A page's `[spans R, H]` queries times scales, and times lows, float32."""
+        q = q.astype(jnp.float32)
+        tiles = self._tiles(q.shape[1])
         scaled, lows = [], []
         for s in range(self._spans):
-            wide = [pair[s * self._tiles(H) + j][None] for j in range(self._tiles(H))]
-            row = jnp.concatenate(wide, axis=1)[:, :H]
-            scaled.append((q32 * (packing.half_value(row) * factor)).astype(jnp.bfloat16))
-            lows.append((q32 * (packing.half_value(row >> 16) * factor)).astype(jnp.bfloat16))
-        stack = jnp.concatenate(scaled, axis=0)
-        y = matmul(stack, tile)  # spans R, 128
-        # sums over channels, the same on every lane: a product with ones, from the rounded numbers
-        ones = jnp.ones((H, LANES), jnp.bfloat16)
-        y = y + matmul(stack, ones) * self.bias + matmul(jnp.concatenate(lows, axis=0), ones)
+            wide = [pair[s * tiles + j][None] for j in range(tiles)]
+            row = jnp.concatenate(wide, axis=1)[:, : q.shape[1]]
+            scale = packing.half_value(row) * factor
+            low = packing.half_value(row >> 16) * factor
+            scaled.append(q * scale)
+            lows.append(q * (low if self._large_bias else low + self.bias * scale))
+        return jnp.concatenate(scaled, axis=0), jnp.concatenate(lows, axis=0)
+
+    def _own_span(self, y: Float[Array, "sR 128"]) -> Float[Array, "R 128"]:
+        R = y.shape[0] // self._spans
         lane = lax.broadcasted_iota(jnp.int32, (R, LANES), 1)
         out = y[:R]
         for s in range(1, self._spans):
             out = jnp.where(lane >= s * self.span, y[s * R : (s + 1) * R], out)
         return out
+
+    @property
+    def _large_bias(self) -> bool:
+        """Many times the codes, so it must cancel with the same rounded queries."""
+        return self.order == "pairs"
 
     @property
     def _spans(self) -> int:

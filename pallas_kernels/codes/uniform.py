@@ -30,7 +30,7 @@ class BFloat16(Code):
         x = lax.bitcast_convert_type(leaves["q"].astype(jnp.bfloat16), jnp.uint16)
         return super().pack({"q": x}, channels_first=channels_first)
 
-    def tile(self, words):
+    def numbers(self, words):
         return pltpu.bitcast(words, jnp.bfloat16)
 
     def levels(self, words):
@@ -50,8 +50,8 @@ class Float8(Code):
         q = q if q.dtype == jnp.uint8 else lax.bitcast_convert_type(q, jnp.uint8)
         return super().pack({"q": q}, channels_first=channels_first)
 
-    def tile(self, words):
-        return pltpu.bitcast(words, jnp.dtype(self.format)).astype(jnp.bfloat16)
+    def numbers(self, words):
+        return pltpu.bitcast(words, jnp.dtype(self.format))
 
     def levels(self, words):
         x = packing.unpack(words, 8, self.order).astype(jnp.uint8)
@@ -82,9 +82,9 @@ class Symmetric(Code):
     def stored(self, q: Int[Array, "*q"]) -> Int[Array, "*q"]:
         return q if self.order == "adjacent" else q + 2 ** (self.bits - 1)
 
-    def tile(self, words):
+    def numbers(self, words):
         if self.order == "adjacent":
-            return pltpu.bitcast(words, INTEGERS[self.bits]).astype(jnp.bfloat16)
+            return pltpu.bitcast(words, INTEGERS[self.bits])
         return above_magic(words, self.bits)
 
     def levels(self, words):

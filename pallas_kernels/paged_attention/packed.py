@@ -37,7 +37,7 @@ def paged_attention_xla(
         inside = (ids >= 0) & (ids < pages.shape[0]) & (m * LANES < lengths)
         k, v = fmt.unpack(pages[jnp.where(inside, ids, 0)])  # B K S D, B K S H
         token = m * LANES + jnp.arange(LANES)
-        v = jnp.where((token < lengths[:, None])[:, None, :, None], v, 0)
+        v = jnp.where((token[None] < lengths[:, None])[:, None, :, None], v, 0)
         s = jnp.einsum("bkqd,bksd->bkqs", q, k, precision="highest") * scale
         s = s if softcap is None else softcap * jnp.tanh(s / softcap)
         mask = _seen(token, lengths, positions, Q, queries, window)
@@ -53,10 +53,10 @@ def paged_attention_xla(
 
 
 def _seen(token, lengths, positions, Q, queries, window) -> Bool[Array, "B 1 Q S"]:
-    seen = (token < lengths[:, None])[:, None, None, :]
+    seen = (token[None] < lengths[:, None])[:, None, None, :]
     if positions is None:
         return jnp.broadcast_to(seen, (seen.shape[0], 1, Q, token.shape[0]))
-    own = positions[:, None] + (jnp.arange(Q) % queries)[None]  # B Q
+    own = positions[:, None] + jnp.arange(Q)[None] % queries  # B Q
     own = own[:, None, :, None]
     seen = seen & (token[None, None, None] <= own)
     return seen if window is None else seen & (token[None, None, None] > own - window)

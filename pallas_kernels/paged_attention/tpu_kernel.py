@@ -210,11 +210,13 @@ class Step:
 
     def softmax(self, at: Cursor) -> None:
         s = jnp.where(self._seen(at), self.s[...], MASKED)
-        before = jnp.where(at.block == self.first(at.row), EMPTY, self.top[...])
+        fresh = at.block == self.first(at.row)
+        before = jnp.where(fresh, EMPTY, self.top[...])
         tiles = [s[:, i : i + LANES] for i in range(0, s.shape[1], LANES)]
         highest = jnp.max(functools.reduce(jnp.maximum, tiles), axis=-1, keepdims=True)
         top = jnp.maximum(before, highest)
-        decay = jnp.exp2(before - top)
+        # a row without any key has top = EMPTY too: only the 0 makes it forget the row before
+        decay = jnp.where(fresh, 0.0, jnp.exp2(before - top))
         p = jnp.exp2(s - jnp.concatenate([top] * self.o.pages, axis=1))
         self.mass[...] = self.mass[...] * decay + fold(p)
         self.top[...], self.decay[...], self.p[...] = top, decay, p
