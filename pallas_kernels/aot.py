@@ -1,6 +1,6 @@
 """Compiling for TPUs without one: libtpu, from the package index, has the whole compiler.
 
-Set `environment()` before jax is imported: libtpu reads it once. `pip install kvjax[test]` brings
+Set `environment()` before jax is imported: libtpu reads it once. `pip install kvjax[aot]` brings
 libtpu. What is proven so is that Mosaic accepts a kernel and that it fits, not what it computes.
 """
 
