@@ -80,14 +80,15 @@ CODES: dict[str, tuple[Code, Code]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One profile. tokens: of each of `batch` rows."""
+    """One profile. tokens: of each row; rows: so many that all heads of all rows are `heads`, as
+    a fixed cost of some 5,000 cycles a call would else weigh on few heads alone."""
 
     chip: str
     code: str
     num_kv_heads: int = 8
     groups: int = 4
     head_dim: int = 128
-    batch: int = 8
+    heads: int = 64
     tokens: int = 4096
     block_pages: int | None = None
 
@@ -95,6 +96,10 @@ class Case:
     def fmt(self) -> PageFormat:
         k, v = (for_generation(c, GENERATION[self.chip]) for c in CODES[self.code])
         return PageFormat(k, v, self.num_kv_heads, self.head_dim)
+
+    @property
+    def batch(self) -> int:
+        return self.heads // self.num_kv_heads
 
     @property
     def units(self) -> float:
@@ -158,7 +163,7 @@ def _compile_one(case: Case) -> float:
     o = tpu.make_options(fmt, rows, scale=0.1, batch=B, table_pages=M, block_pages=case.block_pages)
     blocks = M // o.pages
     scalars = [
-        _Known(lambda at: at[0] * M + at[1]),
+        _Known(lambda at: at[0] * M + at[1], (B, M)),
         *[_Known(functools.partial(lambda n, at: n, n)) for n in (case.tokens, 0, 0, blocks)],
         _Known(lambda at: B * blocks),
     ]
@@ -181,8 +186,8 @@ def _compile_one(case: Case) -> float:
 class _Known:
     """Stands for a scalar array whose numbers are known while tracing."""
 
-    def __init__(self, value):
-        self._value = value
+    def __init__(self, value, shape=(0, 0)):
+        self._value, self.shape = value, shape
 
     def __getitem__(self, at: Any) -> Any:
         return self._value(at)

@@ -99,7 +99,7 @@ def make_options(
 
 def _block_pages(rows: int) -> int:
     """As many as keep a block's scores near the register file: 64 registers of 8 by 128."""
-    return max(1, min(16, 64 * 8 // rows))
+    return max(1, min(32, 64 * 8 // rows))
 
 
 def _split(batch: int, row_bytes: int) -> tuple[int, int]:

@@ -132,17 +132,33 @@ class Step:
     def copy(self, at: Cursor, slot, what: str) -> None:
         """Starts or awaits the copies of a block's pages; pages past the row's end are left out."""
         used = pl.cdiv(self._end(at.row), LANES)
-        for i in range(self.o.pages):
-            page = at.block * self.o.pages + i
+        first, pages = at.block * self.o.pages, range(self.o.pages)
+        full = first + self.o.pages <= used
 
-            @pl.when(page < used)
-            def _(i=i, page=page):
-                copy = pltpu.make_async_copy(
-                    self.pages.at[self._page_id(at.row, page)],
-                    self.buffer.at[slot, i],
-                    self.sems.at[slot],
-                )
-                copy.start() if what == "start" else copy.wait()
+        def some(i):
+            copy = self._page_copy(at.row, first + i, slot, i)
+            pl.when(first + i < used)(copy.start if what == "start" else copy.wait)
+
+        @pl.when(full)  # nearly always: no branch for each page, and one wait for all bytes
+        def _all():
+            if what == "start":
+                for i in pages:
+                    self._page_copy(at.row, first + i, slot, i).start()
+            else:
+                block = self.buffer.at[slot]
+                pltpu.make_async_copy(block, block, self.sems.at[slot]).wait()
+
+        @pl.when(jnp.logical_not(full))
+        def _partly():
+            for i in pages:
+                some(i)
+
+    def _page_copy(self, row, page, slot, i: int):
+        # a page past the table is never copied, but its id would be read
+        page_id = self._page_id(row, jnp.minimum(page, self._table.shape[1] - 1))
+        return pltpu.make_async_copy(
+            self.pages.at[page_id], self.buffer.at[slot, i], self.sems.at[slot]
+        )
 
     def _page_id(self, row, page):
         """A page id outside of the pool reads the null page, never a foreign one."""

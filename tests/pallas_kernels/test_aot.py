@@ -1,6 +1,5 @@
 """Compiles for chips that are not here, with libtpu: decode at the real sizes of three models."""
 
-import os
 import re
 
 import jax
@@ -13,24 +12,14 @@ from pallas_kernels.codes import for_generation
 from pallas_kernels.paged_attention.tpu import paged_attention_tpu
 from pallas_kernels.pages import PageFormat
 
-pytestmark = pytest.mark.skipif(
-    not aot.available(), reason="needs libtpu, of the extra kvjax[aot], to compile for TPUs"
-)
+pytestmark = [
+    pytest.mark.skipif(not aot.available(), reason="needs libtpu, of the extra kvjax[aot]"),
+    pytest.mark.usefixtures("libtpu_environment"),
+]
 
 #: KV heads, queries of a KV head, head dim
 MODELS = {"llama-3-8b": (8, 4, 128), "qwen3-0.6b": (8, 2, 128), "gemma-3-1b": (1, 4, 256)}
 GENERATION = {"v5e": 5, "v6e": 6}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libtpu_environment():
-    """libtpu ends the process on flags of XLA that it does not know, such as the CPU's; it reads
-    them at its first compile."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("XLA_FLAGS", raising=False)
-        for name, value in aot.environment().items():
-            os.environ.setdefault(name, value)
-        yield
 
 
 def compiled(chip, name, shape, *, batch=8, tokens=8192, **options):
