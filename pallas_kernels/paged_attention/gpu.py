@@ -131,11 +131,11 @@ def paged_attention_gpu(
     shape = {"heads": K, "rows": rows, "head_dim": H, "page_size": page_size}
     parts = jax_triton.triton_call(
         *(q, *k.arrays(k_pages), *v.arrays(v_pages), table, used),
-        scale * math.log2(math.e),
         kernel=paged_attention_kernel,
         grid=(B * K, splits),
         num_warps=4,
         num_stages=2,
+        FACTOR=scale * math.log2(math.e),
         CT=tl.bfloat16,
         **constants(k, v, **shape, pages=table.shape[1], splits=splits),
         **out,

@@ -107,7 +107,6 @@ def paged_attention_kernel(
     acc_ptr,
     top_ptr,
     mass_ptr,
-    factor,
     K: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
@@ -133,9 +132,10 @@ def paged_attention_kernel(
     V_MODE: tl.constexpr,
     V_GROUP: tl.constexpr,
     V_LOW: tl.constexpr,
+    FACTOR: tl.constexpr,
     CT: tl.constexpr,
 ):
-    """q `[B, K, R, D]`, table `[B, M]`, used `[B]` pages; acc `[B, K, SPLITS, R, D]`. factor is in
+    """q `[B, K, R, D]`, table `[B, M]`, used `[B]` pages; acc `[B, K, SPLITS, R, D]`. FACTOR is in
     units of log2. CT: the type that is multiplied, float32 under the interpreter."""
     unit, split = tl.program_id(0), tl.program_id(1)
     b, head = unit // K, unit % K
@@ -199,7 +199,7 @@ def paged_attention_kernel(
                 V_GROUP,
                 V_LOW,
             )
-            s = tl.dot(q, tl.trans(k.to(CT))) * factor
+            s = tl.dot(q, tl.trans(k.to(CT))) * FACTOR
             s = tl.where(inside[None, :], s, -1e30)
             now = tl.maximum(top, tl.max(s, 1))
             p = tl.where(inside[None, :], tl.exp2(s - now[:, None]), 0.0)

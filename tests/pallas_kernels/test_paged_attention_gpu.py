@@ -78,11 +78,12 @@ def test_compiles_at_the_size_of_llama_3_8b(name, capability, monkeypatch):
 
     k, v, entries = LEAVES[name]
     static = constants(k, v, heads=8, rows=16, head_dim=128, page_size=128, pages=64, splits=8) | {
-        "CT": tl.bfloat16
+        "FACTOR": 0.1,
+        "CT": tl.bfloat16,
     }
     side = entries if k.mode == "none" else "*fp16"
     types = ["*bf16", *[entries, side, side if k.low else entries] * 2, "*i32", "*i32"]
-    types += ["*fp32"] * 3 + ["fp32"]
+    types += ["*fp32"] * 3
     signature = dict(zip(paged_attention_kernel.arg_names, types, strict=False))
     signature |= dict.fromkeys(static, "constexpr")
     source = ASTSource(fn=paged_attention_kernel, signature=signature, constexprs=static)

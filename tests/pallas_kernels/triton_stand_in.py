@@ -132,7 +132,7 @@ def run(name: str) -> float:
         k_leaf, v_leaf, heads=K, rows=rows, head_dim=H, page_size=T, pages=M, splits=splits
     )
     paged_attention_kernel[(B * K, splits)](
-        *map(Tensor, arrays), *outs, 0.2 * np.log2(np.e), CT=tl.float32, **static
+        *map(Tensor, arrays), *outs, FACTOR=0.2 * float(np.log2(np.e)), CT=tl.float32, **static
     )
     values = [jnp.asarray(o.value) for o in outs]
     parts = [Partial(*(x[:, :, i, :Q] for x in values)) for i in range(splits)]
