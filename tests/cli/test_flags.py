@@ -113,6 +113,16 @@ def test_page_size_reaches_the_cache(ask, plain):
     assert record["text"] == plain(ask)["text"]
 
 
+def test_evict_reaches_the_cache(ask, plain):
+    prompt = " ".join(["hello there"] * 40)
+    (record,) = ask(prompt, "--evict", "snapkv:50%/window=4")
+    (whole,) = ask(prompt)
+    assert record["cache"]["evict"] == "snapkv:50%/window=4"
+    assert record["cache"]["codecs"][0]["rows"][0] < whole["cache"]["codecs"][0]["rows"][0]
+    (record,) = ask(prompt, "--evict", "streaming:4+20")
+    assert record["cache"]["codecs"][0]["rows"] == [24]
+
+
 def test_report_prints_bytes_by_part(cli):
     done = cli("--report", "--max-tokens", "2", "hello")
     assert "pages" in done.err
