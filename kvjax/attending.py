@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache
 from kvjax.cache.attend import How
+from kvjax.cache.heavy import Scored
 from kvjax.cache.kv_cache import Kept, keep_of
 from kvjax.cache.latent import LatentChunk, dense_latent
 from kvjax.config import ModelConfig
@@ -88,7 +89,11 @@ class Cached:
         return KV(k, v, self.cache.stored_keys(self.place.source, k, plain))
 
     def keep(self, q: Array, kv: KV, rope: Any) -> KV:
-        return kv
+        if self.cache.policy is None or not self.cache.policy.decodes:
+            return kv
+        how = self.options["how"]
+        mass = self.cache.mass(self.place.source, q, kv.k, how=how, among=self.place.sources)
+        return kv._replace(stored=Scored(kv.stored, mass))
 
     def __call__(
         self, q: Float[Array, "B A K G H"], kv: KV, *, sinks: Any = None
@@ -121,14 +126,17 @@ class Prompted(Dense):
         how = self.how
         prompt = Prompt(q, kv.k, kv.v, self.lengths, rope, how.scale, how.softcap)
         most = min(T, max(group.spec.kept or 0 for group in self.cache.groups))
-        chosen = select(policy, policy.scores(prompt), self.lengths, self._keep(T), most)
-        at = jnp.minimum(chosen, T - 1)[..., None]  # B K C 1
+        scores = policy.scores(prompt)
+        chosen = select(policy, scores, self.lengths, self._keep(T), most)
+        place = jnp.minimum(chosen, T - 1)  # B K C
+        at = place[..., None]
 
         def of(x: Array) -> Array:
             kept = jnp.take_along_axis(jnp.moveaxis(x, 1, 2), at, axis=2)
             return jnp.moveaxis(kept, 2, 1)  # B C K H
 
-        stored = Kept(of(kv.stored), chosen, T)
+        left = jnp.take_along_axis(scores.astype(jnp.float32), place, axis=2)
+        stored = Kept(of(kv.stored), chosen, left, T)
         return kv._replace(stored=stored, v_stored=of(kv.v))
 
     def _keep(self, longest: int) -> Int[Array, "B"]:

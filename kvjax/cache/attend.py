@@ -119,7 +119,8 @@ def attend_layer(layer: LayerView, chunk: Chunk) -> Float[Array, "B A K G H"]:
         chunk = dataclasses.replace(
             chunk, length=chunk.length - layer.evicted, evicted=layer.evicted
         )
-    part = merge(_exact_part(layer, chunk), chunk_part(chunk, layer.spec.window))
+    exact = _slot_part if layer.spec.heavy else _exact_part
+    part = merge(exact(layer, chunk), chunk_part(chunk, layer.spec.window))
     if layer.spec.pages_per_row:
         part = _sealed_part(layer, chunk, part)
     if chunk.sinks is not None:
@@ -163,6 +164,15 @@ def _exact_part(layer: LayerView, chunk: Chunk) -> Partial:
     # later tokens of the call stand no farther from the sinks than the first
     near = _as_near(spec, chunk)
     return merge(part, attend_tile(near, k_t[..., :n], v[:, :, :n], seen[..., :n], **options))
+
+
+def _slot_part(layer: LayerView, chunk: Chunk) -> Partial:
+    """Attention to slots that single tokens take from each other (`kvjax.cache.heavy`)."""
+    assert layer.positions is not None
+    valid, how = layer.positions >= 0, chunk.how  # B K E
+    v = jnp.where(valid[..., None], layer.v_exact, 0)
+    seen = valid[:, :, None]
+    return attend_tile(chunk.rows, layer.k_exact, v, seen, scale=how.scale, softcap=how.softcap)
 
 
 def _as_near(spec: GroupSpec, chunk: Chunk) -> Float[Array, "B K Q H"]:

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.append import append_group
 from kvjax.cache.attend import Chunk, How, LayerView, attend_layer
+from kvjax.cache.heavy import append_heavy, fill_heavy, step_mass
 from kvjax.cache.latent import LatentChunk, attend_latent, latent_codecs
 from kvjax.cache.pool import Pool, init_pool
 from kvjax.cache.report import bits_of
@@ -52,9 +53,12 @@ class LayerGroup:
     spec: GroupSpec = dataclasses.field(metadata={"static": True})
     evicted: Int[Array, "B"] | None = None  # tokens of each row that eviction took
     positions: Int[Array, "slots B K C"] | None = None  # for keys that are turned when read
+    scores: Float[Array, "slots B K E"] | None = None  # of tokens that may yet be evicted
 
     def rows(self, length: Int[Array, "B"]) -> Int[Array, "B"]:
         """Tokens that rows of this true length have here."""
+        if self.spec.heavy:
+            return jnp.minimum(length, self.spec.max_len)
         return length if self.evicted is None else length - self.evicted
 
     def layer(self, slot: int | Int[Array, ""]) -> LayerView:
@@ -106,6 +110,8 @@ class KVCache:
     @property
     def longest_call(self) -> int | None:
         """Tokens that one call may bring at most; None: no bound."""
+        if self.groups[0].spec.heavy and not self.pending:
+            return 1  # every token's attention is judged before the next comes
         stream = self.groups[0].spec.stream
         return None if stream is None else stream.recent
 
@@ -130,6 +136,18 @@ class KVCache:
         """
         chunk = Chunk(q, k, v, self.length, new, at, sinks, how)
         return self._of(layer, among, lambda view: attend_layer(view, chunk))
+
+    def mass(
+        self,
+        layer: int | Int[Array, ""],
+        q: Float[Array, "B 1 K G H"],
+        k: Float[Array, "B 1 K H"],
+        *,
+        how: How,
+        among: Sequence[int] | None = None,
+    ) -> Float[Array, "B K E+1"]:
+        """Attention that one token of each row pays to the slots and to itself."""
+        return self._of(layer, among, lambda view: step_mass(view, q, k, how))
 
     def attend_latent(
         self,
@@ -197,6 +215,11 @@ class KVCache:
 
         def appended(group: LayerGroup) -> LayerGroup:
             mine = tuple(owners.index(layer) for layer in group.spec.layers)
+            if group.spec.heavy:
+                assert self.policy is not None
+                fresh = jax.tree.map(lambda x: _take(x, mine), k)
+                own = _take(v, mine)
+                return append_heavy(group, self.policy, fresh, own, length=self.length, new=new)
             rows = group.rows(self.length)
             return append_group(group, _take(k, mine), _take(v, mine), length=rows, new=new)
 
@@ -216,6 +239,9 @@ class KVCache:
             keep = keep_of(self.policy, factors[mine[0]], lengths, kept.length)
             C = min(group.spec.kept or 0, kept.k.shape[2])
             own = _take(kept.k, mine)[:, :, :C], _take(v, mine)[:, :, :C]
+            if group.spec.heavy:
+                places, scores = (_take(x, mine)[..., :C] for x in (kept.at, kept.scores))
+                return fill_heavy(group, own[0], places, scores, own[1], length=kept.length)
             zero = jnp.zeros_like(lengths)
             group = append_group(group, *own, length=zero, new=keep)
             evicted = lengths - keep
@@ -239,6 +265,7 @@ class Kept:
 
     k: Float[Array, "*O B C K H"]
     at: Int[Array, "*O B K C"]
+    scores: Float[Array, "*O B K C"]
     length: int = dataclasses.field(metadata={"static": True})  # of the call, padding included
 
 
@@ -329,8 +356,20 @@ def group_specs(
         layers.setdefault((*codec_pair, window, kept), []).append(layer)
 
     def spec(k: Codec, v: Codec, window: int | None, kept: int | None, members: list[int]):
-        rows = max_len if kept is None else min(max_len, kept + config.max_new)
+        heavy = policy is not None and policy.decodes
+        room = 0 if heavy else config.max_new
+        rows = max_len if kept is None else min(max_len, kept + room)
         made = _spec(model, config, k, v, window, members, rows, dtype)
+        if heavy:
+            raw = k.name == v.name == "raw"
+            need(
+                raw,
+                "evict",
+                "a policy that judges prompts only, as pages are evicted from as a whole",
+                f"{config.evict} with codecs {k.name} and {v.name}",
+                "Take snapkv, expected or observed with this codec, or h2o with raw.",
+            )
+            made = dataclasses.replace(made, heavy=True, sinks=0)
         return dataclasses.replace(made, kept=kept)
 
     return tuple(spec(*key, members) for key, members in layers.items())
@@ -425,7 +464,9 @@ def _init_group(
     rows = (slots, batch, spec.num_kv_heads)
     table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(1, batch, pages)
     positions = None
-    if spec.kept is not None and spec.k_codec.pre_rope:
+    if spec.heavy:
+        positions = jnp.full((*rows, E), -1, jnp.int32)
+    elif spec.kept is not None and spec.k_codec.pre_rope:
         positions = jnp.zeros((*rows, spec.kept), jnp.int32)
     return LayerGroup(
         pool=init_pool(spec, batch=batch, apart=apart),
@@ -435,6 +476,7 @@ def _init_group(
         k_params=params_of(spec.k_codec, H, 0),
         v_params=params_of(spec.v_codec, R, 1),
         spec=spec,
-        evicted=None if spec.kept is None else jnp.zeros((batch,), jnp.int32),
+        evicted=None if spec.kept is None or spec.heavy else jnp.zeros((batch,), jnp.int32),
+        scores=jnp.zeros((*rows, E), jnp.float32) if spec.heavy else None,
         positions=positions,
     )

@@ -22,7 +22,7 @@ PARTS = {
     "scales": "what travels with them: scales, norms, outliers",
     "exact": "first and recent tokens, in the model's dtype",
     "calibration": "calibrated arrays of the codecs",
-    "tables": "page ids, lengths, and positions of what eviction left",
+    "tables": "page ids, lengths; positions and scores of what eviction left",
 }
 
 
@@ -46,11 +46,12 @@ def cache_report(cache: KVCache) -> dict[str, Any]:
         pool = _nbytes(group.pool)
         rows = lengths if group.evicted is None else lengths - np.asarray(group.evicted)
         slack += pool * _free_pages(group.spec, rows) // max(1, group.table.size)
+        rows = np.minimum(rows, group.spec.max_len) if group.spec.heavy else rows
         stream = group.spec.stream
         kept.append(rows if stream is None else np.minimum(rows, stream.sinks + stream.recent))
         parts["exact"] += _nbytes((group.k_exact, group.v_exact))
         parts["calibration"] += _nbytes((group.k_params, group.v_params))
-        parts["tables"] += _nbytes((group.table, group.evicted, group.positions))
+        parts["tables"] += _nbytes((group.table, group.evicted, group.positions, group.scores))
     total = _nbytes(cache)
     capacity = cache.batch * cache.max_len
     specs = [g.spec for g in cache.groups]

@@ -40,6 +40,7 @@ class GroupSpec:
     window: int | None = None  # tokens back that a query sees, itself included
     latent: bool = False
     stream: Streaming | None = None  # sinks stay whatever the window
+    heavy: bool = False  # exact slots only, which single tokens take from each other
     kept: int | None = None  # tokens of a prompt that eviction leaves at most; None: all stay
 
     @property
@@ -61,6 +62,8 @@ class GroupSpec:
     @property
     def ring(self) -> int:
         """Slots of the exact ring: the guaranteed recent tokens and a page that fills up."""
+        if self.heavy:
+            return self.max_len - self.sinks
         if self.window is not None and self.exact_window:
             return max(1, self.window - 1)
         return self.recent + self.page_size
@@ -72,7 +75,7 @@ class GroupSpec:
     @property
     def pages_per_row(self) -> int:
         """Sealed pages of a row that is `max_len` tokens long, or that a window can reach."""
-        if self.exact_window:
+        if self.exact_window or self.heavy:
             return 0
         pages = max(0, (self.max_len - self.sinks - self.recent) // self.page_size)
         if self.window is None:

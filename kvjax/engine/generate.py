@@ -148,11 +148,10 @@ class Engine:
 
     def room(self, length: int) -> int:
         """Tokens that can follow a prompt of this length."""
-        room = self.max_model_len - length
-        # the last token chosen is never written
-        return (
-            room if self.cache_config.policy is None else min(room, self.cache_config.max_new + 1)
-        )
+        room, policy = self.max_model_len - length, self.cache_config.policy
+        if policy is None or policy.decodes:
+            return room
+        return min(room, self.cache_config.max_new + 1)  # the last token chosen is never written
 
     def chunks(self, longest: int) -> list[int]:
         """Bucket lengths that cover a prompt: the largest as long as it fits, then the rest."""

@@ -13,6 +13,7 @@ from typing import Any
 from kvjax.checks import near, need
 from kvjax.eviction.base import Budget, Policy, Prompt, describe, select
 from kvjax.eviction.expected import Expected
+from kvjax.eviction.h2o import H2O
 from kvjax.eviction.keydiff import KeyDiff
 from kvjax.eviction.knorm import KeyNorm
 from kvjax.eviction.observed import Observed
@@ -23,7 +24,7 @@ from kvjax.eviction.streaming import Streaming
 
 #: every policy by its name on the command line
 POLICIES: dict[str, type[Policy]] = {
-    cls.name: cls for cls in (SnapKV, PyramidKV, Observed, Expected, KeyDiff, KeyNorm, Recent)
+    cls.name: cls for cls in (SnapKV, PyramidKV, H2O, Observed, Expected, KeyDiff, KeyNorm, Recent)
 }
 
 
@@ -65,10 +66,11 @@ def _value(name: str, field: str, text: str, default: Any) -> Any:
         return text == "true"
     if isinstance(default, str):
         return text
+    kind = int if default is None else type(default)
     try:
-        return type(default)(text)
+        return kind(text)
     except ValueError:
-        need(False, f"evict {name} {field}", f"a number ({type(default).__name__})", text)
+        need(False, f"evict {name} {field}", f"a number ({kind.__name__})", text)
 
 
 __all__ = [

@@ -96,6 +96,11 @@ class Policy(abc.ABC):
     def scores(self, prompt: Prompt) -> Float[Array, "B K T"]:
         """How much each token matters to each KV head: higher stays. Padding may score anything."""
 
+    @property
+    def decodes(self) -> bool:
+        """Evicts while decoding too: single tokens, so only from exact slots."""
+        return False
+
     def factors(self, layers: int) -> tuple[float, ...]:
         """Each layer's share of the mean budget; their mean is at most 1."""
         return (1.0,) * layers
