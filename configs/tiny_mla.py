@@ -23,9 +23,7 @@ config = TrainConfig(
         num_heads=8,
         num_kv_heads=8,
         head_dim=32,
-        mla=MLAConfig(
-            kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32
-        ),
+        mla=MLAConfig(kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32),
         rope_interleave=True,
         tie_word_embeddings=True,
         max_position_embeddings=2048,

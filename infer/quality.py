@@ -8,6 +8,7 @@ compressed pages, and compared with the dense model: perplexity, KL, top-1 agree
 are asked for. The default table takes about 15 minutes on two cores for the default model. With
 --json-out rows are saved as they come, and the same command again goes on after an interruption;
 the plot lies beside the JSON. Methods that need calibration are calibrated on another text first.
+With --evict policies are measured instead (docs/eviction.md).
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def _run(args: argparse.Namespace) -> int:
     from kvjax.evaluation.quality import Bench
     from kvjax.presets import PRESETS
 
+    if args.evict:
+        return _run_evict(args)
     names = list(dict.fromkeys(args.methods.split(",")))
     for name in names:
         if name not in PRESETS:
@@ -76,6 +79,65 @@ def _run(args: argparse.Namespace) -> int:
         draw(shown, plot, about)
         _say(f"plot: {plot}")
     return INTERRUPTED if interrupted else 0
+
+
+def _run_evict(args: argparse.Namespace) -> int:
+    """Every policy of --evict with every codec of --methods."""
+    import kvjax
+    from kvjax.evaluation import passkey, texts
+    from kvjax.evaluation.evicted import EvictBench, EvictTask
+
+    methods = ["raw"] if args.methods == DEFAULT_METHODS else args.methods.split(",")
+    shape = {"page_size": args.page_size, "sinks": args.sinks, "recent": args.recent}
+    policies = [None if p == "none" else p for p in args.evict.split(",")]
+    configs = [
+        kvjax.CacheConfig.parse(m, evict=p or "recent:100%", **shape)
+        for p in policies
+        for m in methods
+    ]
+    model, tokenizer = kvjax.load(args.model, form="stacked")
+    cases = passkey.cases(
+        tokenizer,
+        lengths=tuple(int(n) for n in args.passkey_lengths.split(",") if n),
+        depths=tuple(float(d) for d in args.passkey_depths.split(",")),
+        keys=args.passkey_keys,
+    )
+    windows = texts.windows(tokenizer, args.text, count=args.windows, length=args.tokens)
+    bench = EvictBench(model, EvictTask(windows, args.score_from, cases))
+    about = {k: v for k, v in vars(args).items() if k not in ("json_out", "plot", "no_plot")}
+    rows: dict[str, Any] = {}
+    for i, config in enumerate(configs):
+        name = f"{config.evict} {config.k}" + (f"+{config.v}" if config.v != config.k else "")
+        rows[name] = bench.row(config)
+        _say(f"[{i + 1}/{len(configs)}] {name}: KL {rows[name]['kl']:.2e}")
+        _write(args.json_out, about, rows)
+    _print_evicted(list(rows.values()), args)
+    return 0
+
+
+def _print_evicted(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """One line a policy and codec, as a Markdown table."""
+    print("| evict | codec | tokens left | smaller than raw | inside | outside | perplexity | KL |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        keys = [
+            f"{round(row[w]['accuracy'] * row[w]['n'])}/{row[w]['n']}"
+            for w in ("inside", "outside")
+        ]
+        rest = row["rows"] if len(set(row["rows"])) > 1 else row["rows"][:1]
+        cells = [
+            *(row["evict"], row["codec"], ", ".join(map(str, rest)), f"{row['ratio']:.2f}", *keys),
+            *(f"{row['perplexity']:.2f}", f"{row['kl']:.3f} ± {row['kl_se']:.3f}"),
+        ]
+        print(f"| {' | '.join(cells)} |")
+    n = rows[0]["tokens"]
+    print(
+        f"\nPrompts of {args.score_from} tokens of {args.text}, then"
+        f" {args.tokens - args.score_from} teacher-forced ({args.windows} windows,"
+        f" n = {n}); tokens left: after those. Passkeys of"
+        f" {args.passkey_lengths} tokens, question inside or outside of the judged prompt."
+        f" Dense perplexity {rows[0]['dense_perplexity']:.2f}."
+    )
 
 
 def _task(args: argparse.Namespace, tokenizer: Any) -> Any:
@@ -273,6 +335,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--model", metavar="NAME", help="as for kvjax.infer (default: smollm2)")
     add("--methods", default=DEFAULT_METHODS, metavar="A,B,...",
         help="codecs, or KEYS+VALUES; default: " + DEFAULT_METHODS.replace(",", ", "))  # fmt: skip
+    add("--evict", metavar="P,P,...",
+        help="measure eviction instead: policies such as snapkv:25%%, or none; --score-from is the"
+        " prompt")  # fmt: skip
     add("--text", default="topics", metavar="FILE",
         help="a file, or topics, docstrings, licences (default: topics)")  # fmt: skip
     add("--windows", type=int, default=2, metavar="N", help="default: 2")

@@ -13,8 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache
 from kvjax.cache.attend import How
+from kvjax.cache.kv_cache import Kept, keep_of
 from kvjax.cache.latent import LatentChunk, dense_latent
 from kvjax.config import ModelConfig
+from kvjax.eviction import Prompt, select
 from kvjax.layers.attention import KV
 from kvjax.layers.kinds import Place
 from kvjax.layers.mla import Up
@@ -39,6 +41,9 @@ class Dense:
 
     def fresh(self, k: Array, v: Array, plain: Array) -> KV:
         return KV(k, v, k)
+
+    def keep(self, q: Array, kv: KV, rope: Any) -> KV:
+        return kv
 
     def __call__(
         self, q: Float[Array, "B A K G H"], kv: KV, *, sinks: Any = None
@@ -82,6 +87,9 @@ class Cached:
     def fresh(self, k: Array, v: Array, plain: Array) -> KV:
         return KV(k, v, self.cache.stored_keys(self.place.source, k, plain))
 
+    def keep(self, q: Array, kv: KV, rope: Any) -> KV:
+        return kv
+
     def __call__(
         self, q: Float[Array, "B A K G H"], kv: KV, *, sinks: Any = None
     ) -> Float[Array, "B A K G H"]:
@@ -97,6 +105,47 @@ class CachedLatent(Cached):
         )
 
 
+class Prompted(Dense):
+    """Dense attention of a whole prompt, of which each owner keeps what the cache's policy says."""
+
+    def __init__(self, config: ModelConfig, place: Place, lengths: Int[Array, "B"], cache: KVCache):
+        super().__init__(config, place, lengths)
+        self.cache, self.owners = cache, config.owners
+
+    def fresh(self, k: Array, v: Array, plain: Array) -> KV:
+        return KV(k, v, self.cache.stored_keys(self.place.source, k, plain))
+
+    def keep(self, q: Array, kv: KV, rope: Any) -> KV:
+        policy, T = self.cache.policy, kv.k.shape[1]
+        assert policy is not None
+        how = self.how
+        prompt = Prompt(q, kv.k, kv.v, self.lengths, rope, how.scale, how.softcap)
+        most = min(T, max(group.spec.kept or 0 for group in self.cache.groups))
+        chosen = select(policy, policy.scores(prompt), self.lengths, self._keep(T), most)
+        at = jnp.minimum(chosen, T - 1)[..., None]  # B K C 1
+
+        def of(x: Array) -> Array:
+            kept = jnp.take_along_axis(jnp.moveaxis(x, 1, 2), at, axis=2)
+            return jnp.moveaxis(kept, 2, 1)  # B C K H
+
+        stored = Kept(of(kv.stored), chosen, T)
+        return kv._replace(stored=stored, v_stored=of(kv.v))
+
+    def _keep(self, longest: int) -> Int[Array, "B"]:
+        """How many tokens of each row stay in this layer."""
+        policy = self.cache.policy
+        assert policy is not None
+        factors = policy.factors(len(self.owners))
+        counts = {f: keep_of(policy, f, self.lengths, longest) for f in dict.fromkeys(factors)}
+        if len(counts) == 1:
+            return counts[factors[0]]
+        each = jnp.stack([counts[f] for f in factors])  # O B
+        ordinal = [0] * (max(self.owners) + 1)
+        for i, owner in enumerate(self.owners):
+            ordinal[owner] = i
+        return each[jnp.asarray(ordinal)[self.place.index]]
+
+
 def attending(
     config: ModelConfig, lengths: Int[Array, "B"], cache: KVCache | None
 ) -> Callable[[Place], Any]:
@@ -104,5 +153,7 @@ def attending(
     if cache is None:
         dense = Dense if config.mla is None else DenseLatent
         return lambda place: dense(config, place, lengths)
+    if cache.pending:
+        return lambda place: Prompted(config, place, lengths, cache)
     cached = Cached if config.mla is None else CachedLatent
     return lambda place: cached(config, place, lengths, cache)

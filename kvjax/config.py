@@ -11,7 +11,7 @@ import functools
 import re
 from typing import Any
 
-from kvjax import codecs
+from kvjax import codecs, eviction
 from kvjax.checks import near, need
 from kvjax.codecs.base import Codec
 from kvjax.model_config import (
@@ -50,6 +50,8 @@ class CacheConfig:
     sealed once it lies wholly before them. None: 4 and 64, or 0 and 0 where both codecs are raw.
     calibration: file of calibrated arrays (`kvjax.codecs.calibrate`) that some codecs need.
     mla_rope_bits: bits of a cached rotated key of latent attention (2 to 8); None: exact.
+    evict: which tokens of a prompt stay, `POLICY:BUDGET` (`kvjax.eviction`); None: all. The first
+    call then takes the whole prompt. max_new: with evict, tokens that fit after the prompt.
     """
 
     k: str = "raw"
@@ -60,8 +62,18 @@ class CacheConfig:
     recent: int | None = None
     calibration: str | None = None
     mla_rope_bits: int | None = None
+    evict: str | None = None
+    max_new: int = 256
 
     def __post_init__(self):
+        if self.evict is not None:
+            eviction.parse(self.evict)
+        need(
+            isinstance(self.max_new, int) and self.max_new > 0,
+            "max_new",
+            "a positive int",
+            self.max_new,
+        )
         bits = self.mla_rope_bits
         ok = bits is None or (isinstance(bits, int) and 2 <= bits <= 8)
         need(ok, "mla_rope_bits", "an int from 2 to 8 or None", bits)
@@ -94,6 +106,11 @@ class CacheConfig:
         """
         first, second = _split_names(text, "kv-cache-dtype")
         return cls(k=k or first, v=v or second, layers=layers, **fields)
+
+    @property
+    def policy(self) -> eviction.Policy | None:
+        """The policy that `evict` names."""
+        return None if self.evict is None else eviction.parse(self.evict)
 
     def codecs(self, num_layers: int) -> list[tuple[Codec, Codec]]:
         """(key codec, value codec) of each layer. Raises ValueError on ranges past the model."""

@@ -120,10 +120,19 @@ class Transformer(nnx.Module):
             attend = attending(self.config, lengths, None)
             x, _ = self.stack(x, ropes, attend, at=at, remat=remat)
             return self.norm(x), None
+        if cache.pending:
+            return self._prompt(x, ropes, cache, lengths, at)
         x, k, v = self._read(x, ropes, cache, lengths, at)
         with jax.named_scope("append"):
             cache = cache.append(k, v, new=lengths)
         return self.norm(x), cache
+
+    def _prompt(self, x, ropes, cache, lengths, at):
+        """A whole prompt through dense attention, and the cache of what its policy keeps."""
+        x, (k, v) = self.stack(x, ropes, attending(self.config, lengths, cache))
+        with jax.named_scope("evict"):
+            cache = cache.fill(k, v, lengths=lengths)
+        return self.norm(x if at is None else take_tokens(x, at)), cache
 
     def ropes(self, start: Int[Array, "B"], count: int, lengths: Int[Array, "B"]) -> Ropes:
         """Angles of `count` tokens of each row from `start` on, by the model's kinds of RoPE."""
@@ -251,4 +260,19 @@ def _check_values(config: ModelConfig, tokens: np.ndarray, cache, lengths: np.nd
             f"at least {int(total.max())}, the longest row after this call",
             cache.max_len,
             "Make the cache with a larger max_len.",
+        )
+        if cache.policy is not None and not cache.pending:
+            _check_room(cache, lengths)
+
+
+def _check_room(cache: KVCache, lengths: np.ndarray) -> None:
+    """Raises ValueError if rows that were evicted from would outgrow what was set aside."""
+    for group in cache.groups:
+        rows = int((np.asarray(group.rows(cache.length)) + lengths).max())
+        need(
+            rows <= group.spec.max_len,
+            "max_new",
+            f"room for rows of {rows} tokens",
+            f"{group.spec.max_len}, {group.spec.kept} of them for the prompt",
+            "Make the cache with a larger CacheConfig.max_new.",
         )

@@ -9,6 +9,9 @@ rows, K KV heads with keys of H and values of R channels, E exact slots and M pa
     calibration  the codecs' calibrated arrays
     tables       4 n B M + 4 B
 
+With eviction a row has at most kept + max_new tokens, and the tables hold 4 B more a group and,
+where keys are stored before RoPE, the 4 n B K kept positions.
+
 With a window of W, M is at most ceil((W - 1 - recent) / page_size) and sinks is 0; if W - 1 is at
 most recent + page_size, M is 0 and E is W - 1. Of latent attention K is 1, H the latent and R the
 rotated key, whatever the number of heads.
@@ -42,6 +45,9 @@ def cache_bytes(
             params = codec.param_shapes(num_kv_heads=K, head_dim=dim)
             parts["calibration"] += n * code_bytes(params)
         parts["tables"] += 4 * n * batch * M
+        if spec.kept is not None:
+            parts["tables"] += 4 * batch
+            parts["tables"] += 4 * n * batch * K * spec.kept * spec.k_codec.pre_rope
     return parts
 
 

@@ -1,4 +1,4 @@
-"""Attention operations on plain arrays: a plain-XLA form each, with TPU and GPU kernels to come.
+"""Attention operations on plain arrays: a plain-XLA form each beside its TPU and GPU kernels.
 
 This package knows arrays, shapes and tile functions, not kvjax.
 """

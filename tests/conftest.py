@@ -7,6 +7,8 @@ import json
 import os
 from pathlib import Path
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # libtpu, of the extra, would look for a TPU
+
 if importlib.metadata.version("jax").startswith("0.10."):
     # XLA's older CPU emitters compile these small programs in half the time; the flag was removed
     # in later releases, where an unknown flag aborts the process.

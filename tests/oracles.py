@@ -164,7 +164,7 @@ def shared_prefix(cache):
     """The same cache with row 1 reading row 0's sealed pages, its own filled with NaN."""
 
     def share(group):
-        sealed = int(group.spec.used_pages(cache.length)[0])
+        sealed = int(group.spec.used_pages(group.rows(cache.length))[0])
         assert sealed > 0
         own = np.asarray(group.table[:, 1, :sealed])
         table = group.table.at[:, 1, :sealed].set(group.table[:, 0, :sealed])
@@ -184,7 +184,7 @@ def poisoned_pool(pool, ids):
     """The pool with poison in pages `ids [slots, n]` of each layer."""
 
     def block(i, codes):
-        own = np.split(np.asarray(ids), len(pool.k))[i]  # of the block's layers
+        own = np.asarray(ids).reshape(len(pool.k), -1, np.shape(ids)[1])[i]  # layers of a block
         where = (own + np.arange(len(own))[:, None] * pool.pages).ravel()
         return jax.tree.map(lambda x: poison(x, where), codes)
 
@@ -197,10 +197,11 @@ def poisoned(cache):
 
     def fill(group):
         spec = group.spec
-        sealed = np.asarray(spec.used_pages(cache.length))
+        rows = group.rows(cache.length)
+        sealed = np.asarray(spec.used_pages(rows))
         free = np.arange(group.table.shape[2])[None] >= sealed[:, None]  # B M
         unused = np.asarray(group.table)[:, free]
-        bad = ~spec.exact_valid(cache.length)[None, :, None, :, None]
+        bad = ~spec.exact_valid(rows)[None, :, None, :, None]
         return dataclasses.replace(
             group,
             pool=poisoned_pool(group.pool, unused),

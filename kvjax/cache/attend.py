@@ -33,6 +33,22 @@ class LayerView:
     k_params: Params
     v_params: Params
     spec: GroupSpec = dataclasses.field(metadata={"static": True})
+    evicted: Int[Array, "B"] | None = None  # tokens of each row that are gone
+    positions: Int[Array, "B K C"] | None = None  # in the text, of each head's first C tokens
+
+    def position(self, tokens: Int[Array, "B S"]) -> Int[Array, "B S"] | Int[Array, "B K S"]:
+        """Where the row's tokens, numbered in the cache, are in the text."""
+        if self.evicted is None:
+            return tokens
+        tokens = tokens[:, None]  # B 1 S
+        later = tokens + self.evicted[:, None, None]
+        if self.positions is None:
+            return later[:, 0]
+        C = self.positions.shape[-1]
+        at = jnp.broadcast_to(
+            jnp.clip(tokens, 0, C - 1), (*self.positions.shape[:2], tokens.shape[2])
+        )
+        return jnp.where(tokens < C, jnp.take_along_axis(self.positions, at, axis=2), later)
 
     @property
     def one_row(self) -> bool:
@@ -61,16 +77,19 @@ class Chunk:
     q: Float[Array, "B A K G H"]
     k: Float[Array, "B T K H"]
     v: Float[Array, "B T K H"]
-    length: Int[Array, "B"]  # tokens of each row before this call
+    length: Int[Array, "B"]  # tokens of each row in the cache before this call
     new: Int[Array, "B"]  # real tokens of each row in this call
     at: Int[Array, "B A"] | None  # which of the T tokens attend; None: all
     sinks: Float[Array, "K G"] | None  # learned logits that take a share of the softmax
     how: How = dataclasses.field(metadata={"static": True})
+    evicted: Int[Array, "B"] | None = None  # tokens that the text has besides
 
     def angles(self, positions: Int[Array, "B S"]) -> tuple[Array, Array]:
         """cos and sin of positions, for keys that are stored before RoPE."""
         assert self.how.rope is not None
         total = self.length + self.new
+        total = total if self.evicted is None else total + self.evicted
+        total = jnp.repeat(total, positions.shape[0] // total.shape[0], axis=0)
         return rope_tables(self.how.rope, self.q.shape[-1], positions, total)
 
     @property
@@ -90,6 +109,10 @@ class Chunk:
 def attend_layer(layer: LayerView, chunk: Chunk) -> Float[Array, "B A K G H"]:
     """See `KVCache.attend`. The chunk's tokens are attended as they came, whatever the codec."""
     B, A, K, G, H = chunk.q.shape
+    if layer.evicted is not None:  # the cache numbers its tokens without the evicted ones
+        chunk = dataclasses.replace(
+            chunk, length=chunk.length - layer.evicted, evicted=layer.evicted
+        )
     part = merge(_exact_part(layer, chunk), chunk_part(chunk, layer.spec.window))
     if layer.spec.pages_per_row:
         part = _sealed_part(layer, chunk, part)
@@ -122,7 +145,7 @@ def _exact_part(layer: LayerView, chunk: Chunk) -> Partial:
     k_t = layer.k_exact
     v = jnp.where(valid[:, None, :, None], layer.v_exact, 0)  # an unused slot may hold anything
     if spec.k_codec.pre_rope and how.rope is not None:
-        k_t = _rope_tile(k_t, chunk, spec.token_in_slot(chunk.length))
+        k_t = _rope_tile(k_t, chunk, layer.position(spec.token_in_slot(chunk.length)))
     return attend_tile(chunk.rows, k_t, v, seen, scale=how.scale, softcap=how.softcap)
 
 
@@ -173,7 +196,8 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
         if k_codec.pre_rope and chunk.how.rope is not None:
             k_t = jnp.moveaxis(k_t, 1, 3)  # B K H n S
             flat = k_t.reshape(*k_t.shape[:3], -1)
-            flat = _rope_tile(flat, chunk, spec.paged_token(tokens, chunk.length))
+            positions = layer.position(spec.paged_token(tokens, chunk.length))
+            flat = _rope_tile(flat, chunk, positions)
             k_t = jnp.moveaxis(flat.reshape(k_t.shape), 3, 1)
         return k_t
 
@@ -199,8 +223,12 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
 
 
 def _rope_tile(
-    k_t: Float[Array, "B K H S"], chunk: Chunk, positions: Int[Array, "B S"]
+    k_t: Float[Array, "B K H S"], chunk: Chunk, positions: Int[Array, "B *K S"]
 ) -> Float[Array, "B K H S"]:
+    if positions.ndim == 3:  # each head has positions of its own
+        heads = k_t.reshape(-1, 1, *k_t.shape[2:])
+        flat = positions.reshape(heads.shape[0], -1)
+        return _rope_tile(heads, chunk, flat).reshape(k_t.shape)
     rows = jnp.moveaxis(k_t, 3, 1)
     turned = apply_rope(rows, *chunk.angles(positions), interleave=chunk.how.interleave)
     return jnp.moveaxis(turned, 1, 3)

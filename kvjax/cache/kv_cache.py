@@ -25,6 +25,7 @@ from kvjax.cache.report import bits_of
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codec, Params
 from kvjax.config import CacheConfig, ModelConfig, need
+from kvjax.eviction import Policy
 
 #: params of each layer's key codec and value codec
 Calibration = Sequence[tuple[Params, Params]]
@@ -49,6 +50,12 @@ class LayerGroup:
     k_params: Params  # calibrated arrays of the codecs, leaves [slots, K, ...]
     v_params: Params
     spec: GroupSpec = dataclasses.field(metadata={"static": True})
+    evicted: Int[Array, "B"] | None = None  # tokens of each row that eviction took
+    positions: Int[Array, "slots B K C"] | None = None  # for keys that are turned when read
+
+    def rows(self, length: Int[Array, "B"]) -> Int[Array, "B"]:
+        """Tokens that rows of this true length have here."""
+        return length if self.evicted is None else length - self.evicted
 
     def layer(self, slot: int | Int[Array, ""]) -> LayerView:
         """What one layer reads. slot: an int where the pool is unrolled."""
@@ -66,6 +73,8 @@ class LayerGroup:
             k_params=jax.tree.map(of, self.k_params),
             v_params=jax.tree.map(of, self.v_params),
             spec=dataclasses.replace(self.spec, layers=()),  # one trace serves every layer
+            evicted=self.evicted,
+            positions=None if self.positions is None else of(self.positions),
         )
 
 
@@ -74,13 +83,16 @@ class LayerGroup:
 class KVCache:
     """All layers' cache. `length [B]`: true tokens of each row so far.
 
-    layer_map[l] = (group, slot) of the layer whose keys and values layer l reads.
+    layer_map[l] = (group, slot) of the layer whose keys and values layer l reads. pending: a prompt
+    is still to come, whose tokens the policy judges; its call takes the whole prompt.
     """
 
     groups: tuple[LayerGroup, ...]
     length: Int[Array, "B"]
     layer_map: tuple[tuple[int, int], ...] = dataclasses.field(metadata={"static": True})
     max_len: int = dataclasses.field(metadata={"static": True})
+    policy: Policy | None = dataclasses.field(default=None, metadata={"static": True})
+    pending: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def batch(self) -> int:
@@ -174,10 +186,58 @@ class KVCache:
 
         def appended(group: LayerGroup) -> LayerGroup:
             mine = tuple(owners.index(layer) for layer in group.spec.layers)
-            return append_group(group, _take(k, mine), _take(v, mine), length=self.length, new=new)
+            rows = group.rows(self.length)
+            return append_group(group, _take(k, mine), _take(v, mine), length=rows, new=new)
 
         groups = tuple(appended(group) for group in self.groups)
         return dataclasses.replace(self, groups=groups, length=self.length + new)
+
+    def fill(
+        self, kept: Kept, v: Float[Array, "O B C K R"], *, lengths: Int[Array, "B"]
+    ) -> KVCache:
+        """The cache of prompts of these lengths, of which the owners kept some tokens."""
+        assert self.policy is not None
+        owners = sorted(layer for group in self.groups for layer in group.spec.layers)
+        factors = self.policy.factors(len(owners))
+
+        def filled(group: LayerGroup) -> LayerGroup:
+            mine = tuple(owners.index(layer) for layer in group.spec.layers)
+            keep = keep_of(self.policy, factors[mine[0]], lengths, kept.length)
+            C = min(group.spec.kept or 0, kept.k.shape[2])
+            own = _take(kept.k, mine)[:, :, :C], _take(v, mine)[:, :, :C]
+            zero = jnp.zeros_like(lengths)
+            group = append_group(group, *own, length=zero, new=keep)
+            evicted = lengths - keep
+            positions = group.positions
+            if positions is not None:
+                at = _take(kept.at, mine)[..., :C]
+                place = jnp.arange(C)[None, None, None]
+                later = place + evicted[None, :, None, None]
+                at = jnp.where(place < keep[None, :, None, None], at, later)
+                positions = positions.at[..., :C].set(at)
+            return dataclasses.replace(group, evicted=evicted, positions=positions)
+
+        groups = tuple(filled(group) for group in self.groups)
+        return dataclasses.replace(self, groups=groups, length=lengths, pending=False)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Keys that stay of a prompt, with their places in it."""
+
+    k: Float[Array, "*O B C K H"]
+    at: Int[Array, "*O B K C"]
+    length: int = dataclasses.field(metadata={"static": True})  # of the call, padding included
+
+
+def keep_of(
+    policy: Policy | None, factor: float, lengths: Int[Array, "B"], longest: int
+) -> Int[Array, "B"]:
+    """How many tokens of each row stay, from a table of all lengths up to `longest`."""
+    assert policy is not None
+    table = np.asarray([policy.kept(n, factor) for n in range(longest + 1)], np.int32)
+    return jnp.asarray(table)[lengths]
 
 
 def _take(x: Array, index: tuple[int, ...]) -> Array:
@@ -220,6 +280,8 @@ def init_cache(
         length=jnp.zeros((batch,), jnp.int32),
         layer_map=tuple(slot_of[model.source_of(layer)] for layer in range(model.num_layers)),
         max_len=max_len,
+        policy=config.policy,
+        pending=config.policy is not None,
     )
 
 
@@ -235,7 +297,11 @@ def group_specs(
         "None: this model has no latent attention",
         config.mla_rope_bits,
     )
-    layers: dict[tuple[Codec, Codec, int | None], list[int]] = {}
+    policy, owners = config.policy, model.owners
+    if policy is not None:
+        _check_evictable(model, max_len)
+    factors = (1.0,) * len(owners) if policy is None else policy.factors(len(owners))
+    layers: dict[tuple[Codec, Codec, int | None, int | None], list[int]] = {}
     for layer, pair in enumerate(pairs):
         owner = model.source_of(layer)
         fix = f"Layer {layer} reads layer {owner}'s cache: give both one codec."
@@ -245,10 +311,33 @@ def group_specs(
         window = model.window_of(layer)
         window = None if window is None or window >= max_len else window
         codec_pair = pair if model.mla is None else latent_codecs(pair, config.mla_rope_bits)
-        layers.setdefault((*codec_pair, window), []).append(layer)
-    return tuple(
-        _spec(model, config, k, v, window, members, max_len, dtype)
-        for (k, v, window), members in layers.items()
+        factor = factors[owners.index(layer)]
+        kept = None if policy is None else policy.kept(max_len, factor)
+        layers.setdefault((*codec_pair, window, kept), []).append(layer)
+
+    def spec(k: Codec, v: Codec, window: int | None, kept: int | None, members: list[int]):
+        rows = max_len if kept is None else min(max_len, kept + config.max_new)
+        made = _spec(model, config, k, v, window, members, rows, dtype)
+        return dataclasses.replace(made, kept=kept)
+
+    return tuple(spec(*key, members) for key, members in layers.items())
+
+
+def _check_evictable(model: ModelConfig, max_len: int) -> None:
+    need(
+        model.mla is None,
+        "evict",
+        "none with latent attention, whose scores are not there yet",
+        "a policy",
+        "Leave evict out, or take a model without MLA.",
+    )
+    windows = [n for n in model.owners if model.window_of(n) is not None]
+    need(
+        all(model.window_of(n) >= max_len for n in windows),  # type: ignore[operator]
+        "evict",
+        "none with sliding windows, which bound their layers already",
+        f"windows in layers {windows[:4]}",
+        "Leave evict out for this model.",
     )
 
 
@@ -320,6 +409,9 @@ def _init_group(
     H, R, E = spec.head_dim, spec.v_head_dim, spec.exact_slots
     rows = (slots, batch, spec.num_kv_heads)
     table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(1, batch, pages)
+    positions = None
+    if spec.kept is not None and spec.k_codec.pre_rope:
+        positions = jnp.zeros((*rows, spec.kept), jnp.int32)
     return LayerGroup(
         pool=init_pool(spec, batch=batch, apart=apart),
         k_exact=jnp.zeros((*rows, H, E), spec.dtype),
@@ -328,4 +420,6 @@ def _init_group(
         k_params=params_of(spec.k_codec, H, 0),
         v_params=params_of(spec.v_codec, R, 1),
         spec=spec,
+        evicted=None if spec.kept is None else jnp.zeros((batch,), jnp.int32),
+        positions=positions,
     )

@@ -11,6 +11,7 @@ import numpy as np
 from kvjax import codecs
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codec
+from kvjax.eviction import describe
 
 if TYPE_CHECKING:
     from kvjax.cache.kv_cache import KVCache
@@ -21,7 +22,7 @@ PARTS = {
     "scales": "what travels with them: scales, norms, outliers",
     "exact": "first and recent tokens, in the model's dtype",
     "calibration": "calibrated arrays of the codecs",
-    "tables": "page ids and lengths",
+    "tables": "page ids, lengths, and positions of what eviction left",
 }
 
 
@@ -33,20 +34,22 @@ def cache_report(cache: KVCache) -> dict[str, Any]:
     "k", "v" and their "mean": what a sealed number costs, with its scales. bytes_per_token: total
     over the tokens of all rows at capacity. raw_bytes, bf16_bytes: the same capacity as one dense
     array in the model's dtype, in bfloat16; ratio and bf16_ratio: how many times smaller the cache
-    is.
+    is. evict: the policy, or None; each group's "rows": tokens of each row that it has.
     """
     parts = dict.fromkeys(PARTS, 0) | {"tables": cache.length.nbytes}
-    slack, lengths = 0, np.asarray(cache.length)
+    slack, lengths, kept = 0, np.asarray(cache.length), []
     for group in cache.groups:
         for pages in (*group.pool.k, *group.pool.v):
             code, side = split_bytes(pages)
             parts["codes"] += code
             parts["scales"] += side
         pool = _nbytes(group.pool)
-        slack += pool * _free_pages(group.spec, lengths) // max(1, group.table.size)
+        rows = lengths if group.evicted is None else lengths - np.asarray(group.evicted)
+        slack += pool * _free_pages(group.spec, rows) // max(1, group.table.size)
+        kept.append(rows)
         parts["exact"] += _nbytes((group.k_exact, group.v_exact))
         parts["calibration"] += _nbytes((group.k_params, group.v_params))
-        parts["tables"] += group.table.nbytes
+        parts["tables"] += _nbytes((group.table, group.evicted, group.positions))
     total = _nbytes(cache)
     capacity = cache.batch * cache.max_len
     specs = [g.spec for g in cache.groups]
@@ -65,7 +68,10 @@ def cache_report(cache: KVCache) -> dict[str, Any]:
         "bf16_bytes": 2 * numbers,
         "ratio": raw / total,
         "bf16_ratio": 2 * numbers / total,
-        "codecs": [_group(spec) for spec in specs],
+        "evict": None if cache.policy is None else describe(cache.policy),
+        "codecs": [
+            _group(spec) | {"rows": rows.tolist()} for spec, rows in zip(specs, kept, strict=True)
+        ],
     }
 
 
@@ -138,6 +144,12 @@ def format_report(report: dict[str, Any]) -> str:
         )
         if window is not None and group["pages"]:
             lines.append(f"    a window of {window}: {group['pages']} pages a row")
+    if report["evict"]:
+        held = [max(group["rows"], default=0) for group in report["codecs"]]
+        lines.append(
+            f"  evict {report['evict']}: {min(held)} to {max(held)} of"
+            f" {max(report['tokens'])} tokens are here"
+        )
     lines.append(f"  {report['bf16_ratio']:.2f} times smaller than bfloat16 of the same capacity")
     return "\n".join(lines)
 

@@ -38,6 +38,7 @@ class GroupSpec:
     v_head_dim: int  # of values; with MLA of the rotated key
     window: int | None = None  # tokens back that a query sees, itself included
     latent: bool = False
+    kept: int | None = None  # tokens of a prompt that eviction leaves at most; None: all stay
 
     @property
     def exact_window(self) -> bool:

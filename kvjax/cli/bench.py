@@ -78,7 +78,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _engine(session: Session, args: argparse.Namespace) -> Engine:
     from kvjax.config import need
-    from kvjax.engine.generate import Engine
+    from kvjax.engine.generate import Engine, with_room
 
     limit = session.model.config.max_position_embeddings
     length = args.context + args.steps + 4 * STEPS_A_ROUND  # two calls run before the clock does
@@ -92,7 +92,7 @@ def _engine(session: Session, args: argparse.Namespace) -> Engine:
         session.model,
         batch=args.batch,
         max_model_len=length,
-        cache_config=session.cache_config,
+        cache_config=with_room(session.cache_config, length - args.context),
         eos_ids=(),
     )
 

@@ -98,7 +98,12 @@ def _encode(session: Session, args: argparse.Namespace, prompt: str) -> list[int
 
 def _engine(session: Session, args: argparse.Namespace, rows: list[list[int]]) -> Engine:
     from kvjax.config import need
-    from kvjax.engine.generate import Engine, default_max_model_len, next_power_of_two
+    from kvjax.engine.generate import (
+        Engine,
+        default_max_model_len,
+        next_power_of_two,
+        with_room,
+    )
 
     need(args.max_tokens > 0, "max_tokens", "an int > 0", args.max_tokens)
     need(all(args.stop), "stop", "strings that are not empty", args.stop)
@@ -109,7 +114,7 @@ def _engine(session: Session, args: argparse.Namespace, rows: list[list[int]]) -
         session.model,
         batch=next_power_of_two(len(rows)),
         max_model_len=limit,
-        cache_config=session.cache_config,
+        cache_config=with_room(session.cache_config, args.max_tokens),
         eos_ids=_eos_ids(session, args.stop),
     )
     engine.check_prompts(rows)  # before minutes of compiling

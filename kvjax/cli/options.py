@@ -185,6 +185,12 @@ def _add_cache(parser: Parser) -> None:
         "--kv-calibration", metavar="FILE", help="calibrated arrays, for codecs that need them"
     )
     group.add_argument(
+        "--evict",
+        metavar="POLICY:BUDGET",
+        help="which tokens of the prompt stay: snapkv:1024, expected:25%%, pyramidkv:512, ..."
+        " (docs/eviction.md); default: all",
+    )
+    group.add_argument(
         "--page-size", type=int, metavar="N", help="tokens of a cache page (default: 128)"
     )
     group.add_argument(

@@ -73,7 +73,11 @@ class Engine:
         self.eos = jnp.asarray(padded, jnp.int32)
         self.graphdef, self.state = nnx.split(model)
         top = max(PREFILL_BUCKETS[0], max_model_len)
-        self.buckets = tuple(b for b in PREFILL_BUCKETS if b <= top)
+        if self.cache_config.evict is None:
+            self.buckets = tuple(b for b in PREFILL_BUCKETS if b <= top)
+        else:  # a policy judges a whole prompt: one call, of the next power of two
+            sizes = range(PREFILL_BUCKETS[0].bit_length() - 1, next_power_of_two(top).bit_length())
+            self.buckets = tuple(min(1 << n, max_model_len) for n in sizes)
 
     def start(
         self,
@@ -116,6 +120,8 @@ class Engine:
         none = jnp.asarray(np.zeros((self.batch,), np.int32))
         for size in sorted(set(self.buckets if buckets is None else buckets)):
             tokens = jnp.asarray(np.zeros((self.batch, size), np.int32))
+            if cache.policy is not None:
+                cache, _ = self.empty()
             cache, logits = programs.prefill_chunk(
                 self.graphdef, self.state, cache, logits, tokens, none
             )
@@ -134,6 +140,12 @@ class Engine:
             batch=self.batch, max_len=self.max_model_len, config=self.cache_config
         )
         return cache, jnp.zeros((self.batch, self.model.config.vocab_size), jnp.float32)
+
+    def room(self, length: int) -> int:
+        """Tokens that can follow a prompt of this length."""
+        room = self.max_model_len - length
+        # the last token chosen is never written
+        return room if self.cache_config.evict is None else min(room, self.cache_config.max_new + 1)
 
     def chunks(self, longest: int) -> list[int]:
         """Bucket lengths that cover a prompt: the largest as long as it fits, then the rest."""
@@ -160,7 +172,8 @@ class Generation:
         self._halted = [False] * len(prompts)
         pad = engine.batch - len(prompts)
         self.sampling = Sampling.of(sampling + [SamplingParams()] * pad)
-        budget = [min(max_tokens, engine.max_model_len - len(p)) for p in prompts] + [0] * pad
+        room = [engine.room(len(p)) for p in prompts]
+        budget = [min(max_tokens, n) for n in room] + [0] * pad
         self.decode_seconds = 0.0
         self.decode_steps = 0
         began = time.perf_counter()
@@ -279,13 +292,20 @@ def generate(
         model,
         batch=next_power_of_two(len(prompts)),
         max_model_len=max_model_len,
-        cache_config=cache_config,
+        cache_config=with_room(cache_config, max_tokens),
         eos_ids=eos_ids,
     )
     run = engine.start(prompts, max_tokens=max_tokens, sampling=sampling)
     while not run.done:
         run.step()
     return run.result()
+
+
+def with_room(config: CacheConfig | None, max_tokens: int) -> CacheConfig | None:
+    """The config with room for an answer of `max_tokens`, where eviction needs to know."""
+    if config is None or config.evict is None:
+        return config
+    return dataclasses.replace(config, max_new=next_power_of_two(max_tokens))
 
 
 def default_max_model_len(

@@ -27,13 +27,15 @@ QUESTION = "\nWhat is the pass key? The pass key is {key}"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """tokens: the prompt and the answer; answer: how many of the last ones are the digits."""
+    """tokens: the prompt and the answer; answer: how many of the last ones are the digits;
+    question: of the last ones, how many are the question and the digits."""
 
     length: int
     depth: float
     key: str
     tokens: Int[np.ndarray, "S"]
     answer: int
+    question: int
 
 
 def cases(
@@ -65,7 +67,7 @@ def _case(tokenizer: Any, length: int, depth: float, key: str) -> Case:
     filler = (filler * (room // len(filler) + 1))[:room]
     at = round(depth * room)
     tokens = [*start, *filler[:at], *needle, *filler[at:], *end]
-    return Case(length, depth, key, np.asarray(tokens, np.int32), answer)
+    return Case(length, depth, key, np.asarray(tokens, np.int32), answer, len(end))
 
 
 def score(

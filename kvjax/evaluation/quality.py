@@ -76,7 +76,7 @@ class Bench:
                 batch=task.tokens.shape[0],
             )
         row = {"method": name, "calibrated": calibrated} | quality(losses)
-        row["passkey"] = _share(right)
+        row["passkey"] = share(right)
         row["passkey_cells"] = passkey.by_cell(task.cases, right)
         row |= self._sizes(config)
         row["run_report"] = cache_report(cache)
@@ -145,7 +145,7 @@ def quality(losses: Losses) -> dict[str, Any]:
     }
 
 
-def _share(right: list[bool]) -> dict[str, Any]:
+def share(right: list[bool]) -> dict[str, Any]:
     """Accuracy with the binomial standard error."""
     n = len(right)
     if not n:

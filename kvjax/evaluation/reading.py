@@ -78,7 +78,7 @@ def cached_states(
         real = tokens[:, at : at + chunk]
         part[:, : real.shape[1]] = real
         new = jnp.asarray(np.clip(lengths - at, 0, chunk), jnp.int32)
-        x, cache = _step(graphdef, state, cache, jnp.asarray(part), new)
+        x, cache = step(graphdef, state, cache, jnp.asarray(part), new)
         out[:, at : at + chunk] = np.asarray(x.astype(jnp.float32))
     return out[:, :S], cache
 
@@ -120,7 +120,7 @@ def _dense(graphdef, state, tokens: Int[Array, "B S"]):
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _step(graphdef, state, cache, tokens, new):
+def step(graphdef, state, cache, tokens, new):
     return nnx.merge(graphdef, state).hidden(tokens, cache, new)
 
 

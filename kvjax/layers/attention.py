@@ -28,7 +28,13 @@ class KV(NamedTuple):
 
     k: Float[Array, "B T K H"]  # as queries meet them
     v: Float[Array, "B T K R"]
-    stored: Float[Array, "B T K H"]  # keys as the cache wants them: after RoPE or before
+    stored: Any  # keys as the cache wants them `[B, T, K, H]`; what eviction leaves of them
+    v_stored: Any = None  # values likewise; None: all
+
+    @property
+    def made(self) -> tuple[Any, Any]:
+        """Keys and values for the cache."""
+        return self.stored, self.v if self.v_stored is None else self.v_stored
 
 
 @runtime_checkable
@@ -44,6 +50,10 @@ class Attend(Protocol):
     def __call__(self, q: Float[Array, "B A K G H"], kv: KV, *, sinks: Any = None) -> Array:
         """Output `[B, A, K, G, H]` of A queries. sinks `[K, G]`: learned logits that take a share
         of the softmax."""
+        ...
+
+    def keep(self, q: Float[Array, "B A K G H"], kv: KV, rope: Rope | None) -> KV:
+        """What an owner leaves to the cache."""
         ...
 
 
@@ -83,7 +93,10 @@ class Attention(nnx.Module):
         kv = self._make(source, source_rope, attend) if shared is None else shared
         q = self._turn(self._heads(self.q_proj(x), N, self.q_norm), rope)
         sinks = None if self.sinks is None else self.sinks[...].reshape(K, N // K)
-        out = attend(q.reshape(B, A, K, N // K, H), kv, sinks=sinks)
+        q = q.reshape(B, A, K, N // K, H)
+        out = attend(q, kv, sinks=sinks)
+        if shared is None:
+            kv = attend.keep(q, kv, rope)
         return self.o_proj(out.reshape(B, A, N * H)), kv
 
     def _make(self, x: Float[Array, "B T D"], rope: Rope | None, attend: Attend) -> KV:

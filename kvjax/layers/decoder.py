@@ -183,17 +183,15 @@ class _Pass:
         self.outside = _read_outside(stack.plan)
 
     def run(self, x: Array):
-        keys, values = [], []
+        parts = []
         for run, modules in zip(self.stack.plan, self.stack.modules(), strict=True):
             x, made = self._scan(run, modules, x)
-            for kv in made:
-                keys.append(kv.stored)
-                values.append(kv.v)
+            parts.extend(made)
         if self.at is not None and self.leave is None:
             x = take_tokens(x, self.at)
-        return x, (jnp.concatenate(keys), jnp.concatenate(values))
+        return x, jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
 
-    def _scan(self, run: Run, modules: Any, x: Array) -> tuple[Array, list[KV]]:
+    def _scan(self, run: Run, modules: Any, x: Array) -> tuple[Array, list[Any]]:
         """The run's output, and for it what its owners made, layers in order along axis 0."""
         parts = [nnx.split(module) for module in modules]
         graphs, states = [p[0] for p in parts], [p[1] for p in parts]
@@ -202,13 +200,13 @@ class _Pass:
             for j, kv in made.items():
                 if run.start + j in self.outside:
                     self.fresh[run.start + j] = kv
-            return x, [jax.tree.map(lambda a: a[None], kv) for kv in made.values()]
+            return x, [jax.tree.map(lambda a: a[None], kv.made) for kv in made.values()]
 
         def body(x, xs):
             repeat, states = xs
             x, made = self._period(run, graphs, states, repeat, x)
             kept = {j: kv for j, kv in made.items() if self.outside.intersection(run.layers(j))}
-            return x, ({j: (kv.stored, kv.v) for j, kv in made.items()}, kept)
+            return x, ({j: kv.made for j, kv in made.items()}, kept)
 
         x, (made, kept) = jax.lax.scan(body, x, (jnp.arange(run.repeats), states))
         for j, kv in kept.items():
@@ -218,8 +216,7 @@ class _Pass:
         if not made:
             return x, []
         # periods x owners of a period -> owners in the order of layers
-        keys, values = (_in_order([m[i] for m in made.values()]) for i in (0, 1))
-        return x, [KV(keys, values, keys)]
+        return x, [jax.tree.map(lambda *a: _in_order(list(a)), *made.values())]
 
     def _period(self, run: Run, graphs, states, repeat: Any, x: Array):
         made: dict[int, KV] = {}

@@ -1,0 +1,111 @@
+"""What eviction costs: passkeys asked inside and outside of the compressed prompt, and how well the
+text goes on after it.
+
+Inside, the question is the end of the prompt that the policy judges; outside, the context is judged
+before the question is known, and the question follows (kvpress's protocol). Continuation: the first
+part of a window is the prompt, the rest is teacher-forced through the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float, Int
+
+from kvjax.cache import KVCache, cache_report
+from kvjax.config import CacheConfig
+from kvjax.evaluation import passkey
+from kvjax.evaluation.quality import quality, share
+from kvjax.evaluation.reading import best_tokens, compare, dense_states, step
+from kvjax.model import Transformer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EvictTask:
+    """tokens `[B, S]`: windows whose first `prompt` tokens are judged; cases: passkeys."""
+
+    tokens: Int[np.ndarray, "B S"]
+    prompt: int
+    cases: list[passkey.Case]
+
+
+class EvictBench:
+    """A model on a task: `row(config)` measures one policy and codec."""
+
+    def __init__(self, model: Transformer, task: EvictTask):
+        self.model, self.task = model, task
+        self.dense = dense_states(model, task.tokens)
+
+    def row(self, config: CacheConfig) -> dict[str, Any]:
+        """Passkeys right inside and outside, and the losses of the continuation."""
+        began, task = time.perf_counter(), self.task
+        inside = self._passkeys(config, [case.answer for case in task.cases])
+        outside = self._passkeys(config, [case.question for case in task.cases])
+        prompts = np.full((task.tokens.shape[0],), task.prompt)
+        states, cache = states_after(self.model, task.tokens, prompts, config=config)
+        first = task.prompt + 1  # the first token that attends to what is left predicts it
+        losses = compare(self.model, task.tokens, self.dense, states, first=first)
+        report = cache_report(cache)
+        return {
+            "evict": config.evict,
+            "codec": config.k if config.k == config.v else f"{config.k}+{config.v}",
+            "inside": share(inside) | {"cells": passkey.by_cell(task.cases, inside)},
+            "outside": share(outside) | {"cells": passkey.by_cell(task.cases, outside)},
+            **quality(losses),
+            "rows": [group["rows"][0] for group in report["codecs"]],
+            "total_bytes": report["total_bytes"],
+            "ratio": report["ratio"],
+            "seconds": time.perf_counter() - began,
+        }
+
+    def _passkeys(self, config: CacheConfig, after: list[int]) -> list[bool]:
+        """Which are right when the last `after` tokens of each case follow the judged prompt."""
+        cases = self.task.cases
+        longest = max(case.tokens.size for case in cases)
+        tokens = np.zeros((len(cases), longest), np.int32)
+        for row, case in enumerate(cases):
+            tokens[row, : case.tokens.size] = case.tokens
+        lengths = np.asarray([case.tokens.size for case in cases])
+        prompts = lengths - np.asarray(after)
+        states, _ = states_after(self.model, tokens, prompts, config=config, lengths=lengths)
+        right = []
+        for row, case in enumerate(cases):
+            n = case.tokens.size
+            chosen = best_tokens(self.model, states[row, n - case.answer - 1 : n - 1])
+            right.append(bool(np.array_equal(chosen, case.tokens[n - case.answer :])))
+        return right
+
+
+def states_after(
+    model: Transformer,
+    tokens: Int[np.ndarray, "B S"],
+    prompts: Int[np.ndarray, "B"],
+    *,
+    config: CacheConfig,
+    lengths: Any = None,
+    chunk: int = 32,
+) -> tuple[Float[np.ndarray, "B S D"], KVCache]:
+    """Final states of every token: those of each row's prompt densely, of the rest through what
+    eviction left of it. lengths: real tokens of each row; None: all."""
+    B, S = tokens.shape
+    lengths = np.full((B,), S) if lengths is None else np.asarray(lengths)
+    graphdef, state = nnx.split(model)
+    rest = int((lengths - prompts).max())
+    config = dataclasses.replace(config, max_new=-(-rest // chunk) * chunk)
+    cache = model.init_cache(batch=B, max_len=S + config.max_new, config=config)
+    x, cache = step(graphdef, state, cache, jnp.asarray(tokens), jnp.asarray(prompts, jnp.int32))
+    out = np.array(x.astype(jnp.float32))
+    for at in range(0, rest, chunk):
+        new = np.clip(lengths - prompts - at, 0, chunk)
+        where = np.minimum(prompts[:, None] + at + np.arange(chunk)[None], S - 1)
+        part = np.take_along_axis(tokens, where, axis=1)
+        x, cache = step(graphdef, state, cache, jnp.asarray(part), jnp.asarray(new, jnp.int32))
+        got = np.asarray(x.astype(jnp.float32))
+        for row in range(B):
+            out[row, where[row, : new[row]]] = got[row, : new[row]]
+    return out, cache

@@ -1,0 +1,120 @@
+"""`paged_attention`: one signature, its kernels behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention.packed import paged_attention_xla
+from pallas_kernels.paged_attention.tpu import paged_attention_tpu
+from pallas_kernels.pages import PageFormat
+from pallas_kernels.softmax import Partial
+
+IMPLEMENTATIONS = ("xla", "tpu", "gpu")
+
+
+def paged_attention(
+    q: Float[Array, "B K Q D"],
+    pages: Int[Array, "P rows 128"],
+    table: Int[Array, "B M"],
+    lengths: Int[Array, "B"],
+    *,
+    fmt: PageFormat,
+    scale: float,
+    positions: Int[Array, "B"] | None = None,
+    queries: int = 1,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: str | None = None,
+    interpret: Any = False,
+) -> Partial:
+    """Attention of each KV head's queries to the first `lengths[b]` tokens of its row.
+
+    q: in the space of `fmt.k`, already rotated or projected; Q = G T rows, query head by query head
+    (T = `queries` tokens each). Rounded to bfloat16. pages: a pool in `fmt`; page 0 is the null
+    page, all zeros. table: page ids of 128 tokens each; an id outside of the pool reads page 0.
+    positions: where, among the row's tokens, each row's first query stands; then a query sees no
+    token after itself, and of those before it the nearest `window`, itself included. Without
+    positions all see all. softcap: c of c tanh(s / c).
+
+    implementation: None takes the platform's kernel where it takes the case, else "xla". Returns
+    the un-normalised `Partial` (`acc [B, K, Q, H]` in the space of `fmt.v`), to merge and finish.
+    Raises NotImplementedError, with the reason, where the implementation asked for does not take
+    the case, and ValueError on shapes that do not fit `fmt`.
+    """
+    _check(q, pages, table, lengths, fmt=fmt, queries=queries, window=window, positions=positions)
+    case: dict[str, Any] = {
+        "positions": positions,
+        "fmt": fmt,
+        "queries": queries,
+        "window": window,
+        "softcap": softcap,
+        "scale": scale,
+    }
+    chosen = implementation or choose(fmt)
+    if chosen == "xla":
+        return paged_attention_xla(q, pages, table, lengths, **case)
+    if chosen == "tpu":
+        reason = unsupported(fmt)
+        if reason:
+            raise NotImplementedError(f"paged_attention on TPU: {reason}")
+        return paged_attention_tpu(q, pages, table, lengths, interpret=interpret, **case)
+    if chosen == "gpu":
+        raise NotImplementedError(
+            "paged_attention: these pages are the TPU's; GPUs have a layout of their own."
+        )
+    raise ValueError(f"implementation: expected one of {IMPLEMENTATIONS} or None, got {chosen!r}.")
+
+
+def choose(fmt: PageFormat, platform: str | None = None) -> str:
+    """The implementation that None stands for: what a run's configuration table shows."""
+    platform = platform or jax.default_backend()
+    return "tpu" if platform == "tpu" and not unsupported(fmt) else "xla"
+
+
+def unsupported(fmt: PageFormat) -> str:
+    """Why the TPU kernel does not take a format; empty when it does."""
+    if fmt.head_dim % 8:
+        return f"head_dim: needs a multiple of 8 (a register's rows), got {fmt.head_dim}."
+    return ""
+
+
+def _check(q, pages, table, lengths, *, fmt, queries, window, positions) -> None:
+    B, K, Q, D = q.shape
+    _need(fmt.num_kv_heads == K, "q: KV heads", fmt.num_kv_heads, K)
+    width = fmt.k.width(fmt.head_dim)
+    _need(width == D, "q: channels", width, D)
+    _need(pages.shape[1:] == (fmt.rows, 128), "pages", ("P", fmt.rows, 128), pages.shape)
+    _need(pages.dtype == jnp.int32, "pages: dtype", "int32", pages.dtype)
+    _need(table.shape[0] == B and lengths.shape == (B,), "table, lengths: rows", B, lengths.shape)
+    _need(queries > 0 and Q % queries == 0, "queries", f"a divisor of Q={Q}", queries)
+    _need(window is None or window > 0, "window", "None or a positive int", window)
+    _need(window is None or positions is not None, "window", "positions beside it", None)
+
+
+def _need(ok: bool, field: str, expected: object, got: object) -> None:
+    if not ok:
+        raise ValueError(f"paged_attention: {field}: expected {expected}, got {got}.")
+
+
+def check_table(
+    table: Int[Array, "B M"], lengths: Int[Array, "B"], *, num_pages: int, page_size: int = 128
+) -> None:
+    """The checked mode of a caller with concrete arrays: raises ValueError on a page id outside of
+    the pool among those a row uses, and on a length outside of its table."""
+    ids, sizes = np.asarray(table), np.asarray(lengths)
+    longest = ids.shape[1] * page_size
+    if (sizes < 0).any() or (sizes > longest).any():
+        raise ValueError(f"lengths: expected 0 to {longest}, got {sizes.tolist()}.")
+    used = np.arange(ids.shape[1])[None] * page_size < sizes[:, None]
+    bad = used & ((ids < 0) | (ids >= num_pages))
+    if bad.any():
+        row, page = (int(i[0]) for i in np.nonzero(bad))
+        raise ValueError(
+            f"table[{row}, {page}]: expected a page id of 0 to {num_pages - 1}, "
+            f"got {int(ids[row, page])}."
+        )

@@ -1,0 +1,62 @@
+"""Attention to the TPU's packed pages in plain XLA: the kernel's reference, and its stand-in.
+
+One page of every row at a time: temporary memory does not grow with the length.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.codes.base import LANES
+from pallas_kernels.pages import PageFormat
+from pallas_kernels.softmax import MASKED, Partial, merge
+
+
+def paged_attention_xla(
+    q: Float[Array, "B K Q D"],
+    pages: Int[Array, "P rows 128"],
+    table: Int[Array, "B M"],
+    lengths: Int[Array, "B"],
+    *,
+    fmt: PageFormat,
+    scale: float,
+    positions: Int[Array, "B"] | None = None,
+    queries: int = 1,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Partial:
+    """See `paged_attention`."""
+    B, K, Q, _ = q.shape
+    q = q.astype(jnp.bfloat16).astype(jnp.float32)
+    lengths = jnp.minimum(lengths, table.shape[1] * LANES)
+
+    def body(m, part):
+        ids = jax.lax.dynamic_index_in_dim(table, m, axis=1, keepdims=False)
+        inside = (ids >= 0) & (ids < pages.shape[0]) & (m * LANES < lengths)
+        k, v = fmt.unpack(pages[jnp.where(inside, ids, 0)])  # B K S D, B K S H
+        token = m * LANES + jnp.arange(LANES)
+        v = jnp.where((token[None] < lengths[:, None])[:, None, :, None], v, 0)
+        s = jnp.einsum("bkqd,bksd->bkqs", q, k, precision="highest") * scale
+        s = s if softcap is None else softcap * jnp.tanh(s / softcap)
+        mask = _seen(token, lengths, positions, Q, queries, window)
+        s = jnp.where(mask, s, MASKED)
+        top = jnp.max(s, axis=-1)
+        p = jnp.where(mask, jnp.exp(s - top[..., None]), 0.0)
+        acc = jnp.einsum("bkqs,bksh->bkqh", p, v, precision="highest")
+        return merge(part, Partial(acc, top, jnp.sum(p, axis=-1)))
+
+    shape = (B, K, Q)
+    empty = Partial(jnp.zeros((*shape, fmt.head_dim)), jnp.full(shape, MASKED), jnp.zeros(shape))
+    return jax.lax.fori_loop(0, (jnp.max(lengths) + LANES - 1) // LANES, body, empty)
+
+
+def _seen(token, lengths, positions, Q, queries, window) -> Bool[Array, "B 1 Q S"]:
+    seen = (token[None] < lengths[:, None])[:, None, None, :]
+    if positions is None:
+        return jnp.broadcast_to(seen, (seen.shape[0], 1, Q, token.shape[0]))
+    own = positions[:, None] + jnp.arange(Q)[None] % queries  # B Q
+    own = own[:, None, :, None]
+    seen = seen & (token[None, None, None] <= own)
+    return seen if window is None else seen & (token[None, None, None] > own - window)

@@ -1,0 +1,173 @@
+"""Paged decode attention on TPU: one kernel for every tile code (`tpu_kernel.py`).
+
+PagedAttention (2309.06180) over the pages of `pages.py`, with the online softmax of FlashAttention
+(2205.14135).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.codes.base import LANES
+from pallas_kernels.paged_attention.tpu_kernel import EMPTY, Options, paged_attention_kernel
+from pallas_kernels.pages import PageFormat
+from pallas_kernels.softmax import MASKED, Partial
+
+LOG2E = math.log2(math.e)
+#: Bytes of VMEM for a program's queries and outputs; its sequences are limited to fit.
+ROW_BYTES = 12 * 2**20
+#: Of the 128 MiB of a v5e or v6e core.
+VMEM_LIMIT = 100 * 2**20
+
+
+def paged_attention_tpu(
+    q: Float[Array, "B K Q D"],
+    pages: Int[Array, "P rows 128"],
+    table: Int[Array, "B M"],
+    lengths: Int[Array, "B"],
+    *,
+    fmt: PageFormat,
+    scale: float,
+    positions: Int[Array, "B"] | None = None,
+    queries: int = 1,
+    window: int | None = None,
+    softcap: float | None = None,
+    block_pages: int | None = None,
+    interpret: Any = False,
+) -> Partial:
+    """See `paged_attention`. block_pages: C, pages of a block."""
+    B, K, Q, D = q.shape
+    rows = -(-Q // 8) * 8
+    q = jnp.pad(q.astype(jnp.bfloat16), ((0, 0), (0, 0), (0, rows - Q), (0, 0)))
+    batch, programs = _split(B, K * rows * (D + fmt.head_dim) * 8)
+    options = make_options(
+        fmt, rows, scale=scale, batch=batch, table_pages=table.shape[1], block_pages=block_pages
+    )
+    options = dataclasses.replace(
+        options,
+        softcap=None if softcap is None else softcap * LOG2E,
+        window=window,
+        causal=positions is not None,
+        queries=queries,
+    )
+    positions = lengths if positions is None else positions
+    scalars = _schedule(table, lengths, positions, options, programs)
+    q = jnp.pad(q, ((0, programs * batch - B), (0, 0), (0, 0), (0, 0)))
+    acc, stats, loose = _call(q, pages, scalars, options, interpret)
+    acc, stats, loose = (x[:B].reshape(B, K, -1, *x.shape[2:]) for x in (acc, stats, loose))
+    top, mass = stats[..., :Q, 0] / LOG2E, stats[..., :Q, 1]
+    acc = acc[..., :Q, :]
+    if fmt.v.needs_sums:
+        sums = jnp.sum(loose.reshape(B, K, fmt.v.groups, rows, LANES)[..., :Q, :], axis=-1)
+        each = fmt.head_dim // fmt.v.groups
+        acc = acc + jnp.repeat(jnp.moveaxis(sums, 2, -1), each, axis=-1)
+    return Partial(acc, jnp.where(top <= EMPTY / LOG2E, MASKED, top), mass)
+
+
+def make_options(
+    fmt: PageFormat,
+    rows: int,
+    *,
+    scale: float,
+    batch: int,
+    table_pages: int,
+    block_pages: int | None = None,
+) -> Options:
+    """Options without mask, for `rows` queries of a KV head and `batch` sequences of a program."""
+    pages = block_pages or _block_pages(fmt.num_kv_heads * rows)
+    return Options(
+        fmt=fmt,
+        factor=scale * LOG2E,
+        softcap=None,
+        window=None,
+        causal=False,
+        queries=1,
+        pages=min(pages, table_pages),
+        buffers=6,
+        batch=batch,
+    )
+
+
+def _block_pages(rows: int) -> int:
+    """As many as keep a block's scores near the register file: 64 registers of 8 by 128."""
+    return max(1, min(32, 64 * 8 // rows))
+
+
+def _split(batch: int, row_bytes: int) -> tuple[int, int]:
+    """(sequences of a program, programs)."""
+    programs = -(-batch // max(1, ROW_BYTES // row_bytes))
+    return -(-batch // programs), programs
+
+
+def _schedule(table, lengths, positions, o: Options, programs: int) -> tuple[Array, ...]:
+    """Scalars: page table, lengths, positions, each row's first block and number of blocks, and
+    each program's number of blocks. A row without tokens has one block, all of it masked."""
+    pad = programs * o.batch - lengths.shape[0]
+    lengths, positions = (jnp.pad(x.astype(jnp.int32), (0, pad)) for x in (lengths, positions))
+    lengths = jnp.clip(lengths, 0, table.shape[1] * LANES)
+    end = lengths
+    first = jnp.zeros_like(lengths)
+    if o.causal:
+        end = jnp.minimum(end, positions + o.queries)
+        if o.window is not None:
+            first = jnp.maximum(positions - o.window + 1, 0) // o.tokens
+    count = jnp.maximum(-(-end // o.tokens) - first, 1)
+    total = jnp.sum(count.reshape(programs, o.batch), axis=1)
+    table = jnp.pad(table.astype(jnp.int32), ((0, pad), (0, 0)))
+    return table, end, positions, first, count, total
+
+
+def grid_spec(
+    o: Options, q_shape: tuple[int, ...], *, programs: int, scalars: int
+) -> tuple[pltpu.PrefetchScalarGridSpec, list[jax.ShapeDtypeStruct]]:
+    """Blocks, buffers and outputs of the kernel: acc, (top, mass), loose sums."""
+    _, K, R, D = q_shape
+    H, fmt = o.fmt.head_dim, o.fmt
+    loose = K * R * (fmt.v.groups if fmt.v.needs_sums else 1)
+    outputs = [(K * R, H), (K * R, LANES), (loose, LANES)]
+
+    def whole(*shape):
+        return pl.BlockSpec((o.batch, *shape), lambda g, *_: (g,) + (0,) * len(shape))
+
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=scalars,
+        grid=(programs,),
+        in_specs=[whole(K, R, D), pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=[whole(*shape) for shape in outputs],
+        scratch_shapes=[
+            pltpu.VMEM((o.buffers, o.pages, fmt.rows, LANES), jnp.int32),
+            pltpu.SemaphoreType.DMA((o.buffers,)),
+            *[pltpu.VMEM((K * R, o.tokens), jnp.float32)] * 2,  # scores, weights
+            *[pltpu.VMEM((K * R, LANES), jnp.float32)] * 5,  # top, mass, decay, top and mass then
+            pltpu.VMEM((K * R, H), jnp.float32),
+            pltpu.VMEM((loose, LANES), jnp.float32),
+        ],
+    )
+    batch = programs * o.batch
+    return grid, [jax.ShapeDtypeStruct((batch, *shape), jnp.float32) for shape in outputs]
+
+
+def _call(q, pages, scalars, o: Options, interpret):
+    programs = scalars[-1].shape[0]
+    grid, outputs = grid_spec(o, q.shape, programs=programs, scalars=len(scalars))
+    return pl.pallas_call(
+        functools.partial(paged_attention_kernel, o=o),
+        grid_spec=grid,
+        out_shape=outputs,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",),
+            vmem_limit_bytes=VMEM_LIMIT,
+            disable_bounds_checks=True,
+        ),
+        name="paged_attention",
+        interpret=interpret,
+    )(*scalars, q, pages)

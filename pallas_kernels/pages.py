@@ -1,0 +1,127 @@
+"""The TPU page: 128 tokens of all KV heads, keys, values and scales, in one int32 array.
+
+A pool is `[P, rows, 128]`, so one contiguous copy brings a page on chip. Its rows, in order:
+
+* of each head the words of its keys, then those of its values;
+* the float16 numbers of the tokens (scales, lows), two to a word and tokens on lanes: pair j of
+  head k in row `j K + k`. Pair j has numbers 2j and 2j + 1 of a head, its keys' first.
+
+Padded with zeros to whole sublanes (8 rows). Keys go channels down and tokens across, so a score is
+`q @ tile`. Values go tokens down and channels across, so an output is `p @ tile`: both products
+take the tile without a transposition. Where the head dim has no whole lanes (64, 80, 96), values
+lie as keys do and the matrix unit transposes them: a third more pushes, and no byte of padding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import words as packing
+from pallas_kernels.codes.base import LANES, Code, Leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class PageFormat:
+    """k, v: what the entries are made of. Static, and the key to every kernel on its pools."""
+
+    k: Code
+    v: Code
+    num_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self):
+        if self.v.width(self.head_dim) != self.head_dim:
+            raise ValueError(
+                f"v: {type(self.v).__name__} has no values of head_dim={self.head_dim}."
+            )
+
+    @property
+    def values_channels_first(self) -> bool:
+        """Values lie as keys do, `[H, tokens]`."""
+        return self.head_dim % LANES != 0
+
+    @property
+    def key_rows(self) -> int:
+        """Word rows of a head's keys."""
+        return self.k.word_rows(self.k.width(self.head_dim))
+
+    @property
+    def value_tile_rows(self) -> int:
+        """Word rows of 128 lanes of a head's values."""
+        return self.v.word_rows(self.head_dim if self.values_channels_first else LANES)
+
+    @property
+    def value_tiles(self) -> int:
+        return 1 if self.values_channels_first else self.head_dim // LANES
+
+    @property
+    def head_rows(self) -> int:
+        return self.key_rows + self.value_tile_rows * self.value_tiles
+
+    @property
+    def side_row(self) -> int:
+        """First row of the float16 numbers."""
+        return self.num_kv_heads * self.head_rows
+
+    @property
+    def side_pairs(self) -> int:
+        return -(-(self.k.halves + self.v.halves) // 2)
+
+    @property
+    def rows(self) -> int:
+        used = self.side_row + self.side_pairs * self.num_kv_heads
+        return -(-used // 8) * 8
+
+    @property
+    def page_bytes(self) -> int:
+        return self.rows * LANES * 4
+
+    def pack(self, k: Leaves, v: Leaves) -> Int[Array, "*lead rows 128"]:
+        """A page of the plain leaves of its codes, `[..., K, 128, H]` and the like."""
+        heads = [self.k.pack(k, channels_first=True), *self._value_words(v)]
+        words = jnp.concatenate(heads, axis=-2)  # ... K head_rows 128
+        lead = words.shape[:-3]
+        parts = [words.reshape(*lead, -1, LANES)]
+        if self.side_pairs:
+            parts.append(self._side_words(k, v))
+        page = jnp.concatenate(parts, axis=-2)
+        return jnp.pad(page, [(0, 0)] * len(lead) + [(0, self.rows - page.shape[-2]), (0, 0)])
+
+    def unpack(
+        self, pages: Int[Array, "*lead rows 128"]
+    ) -> tuple[Float[Array, "*lead K 128 D"], Float[Array, "*lead K 128 H"]]:
+        """Keys, in their code's space of D channels, and values, float32: plain XLA, for tests and
+        for devices without a kernel."""
+        lead, K = pages.shape[:-2], self.num_kv_heads
+        words = pages[..., : self.side_row, :].reshape(*lead, K, self.head_rows, LANES)
+        k_side, v_side = self._sides(pages)
+        k = self.k.values(words[..., : self.key_rows, :], k_side, channels_first=True)
+        v = words[..., self.key_rows :, :].reshape(*lead, K, self.value_tiles, -1, LANES)
+        v = jnp.moveaxis(v, -3, -2).reshape(*lead, K, self.value_tile_rows, -1)
+        return k, self.v.values(v, v_side, channels_first=self.values_channels_first)
+
+    def _value_words(self, v: Leaves) -> list[Array]:
+        words = self.v.pack(v, channels_first=self.values_channels_first)
+        return [words[..., i : i + LANES] for i in range(0, words.shape[-1], LANES)]
+
+    def _side_words(self, k: Leaves, v: Leaves) -> Int[Array, "*lead r 128"]:
+        sides = [s for s in (self.k.side(k), self.v.side(v)) if s is not None]
+        halves = packing.half_bits(jnp.concatenate(sides, axis=-2))  # ... K n 128
+        halves = jnp.pad(halves, [(0, 0)] * (halves.ndim - 2) + [(0, halves.shape[-2] % 2), (0, 0)])
+        pairs = halves[..., ::2, :] | (halves[..., 1::2, :] << 16)
+        pairs = jnp.swapaxes(pairs, -2, -3)  # ... pair K 128
+        return pairs.reshape(*pairs.shape[:-3], -1, LANES)
+
+    def _sides(self, pages: Array) -> tuple[Array | None, Array | None]:
+        lead, n, K = pages.shape[:-2], self.side_pairs, self.num_kv_heads
+        pairs = pages[..., self.side_row : self.side_row + n * K, :].reshape(*lead, n, K, LANES)
+        both = jnp.stack([packing.half_value(pairs), packing.half_value(pairs >> 16)], axis=-3)
+        halves = jnp.swapaxes(both.reshape(*lead, 2 * n, K, LANES), -2, -3)  # ... K 2n 128
+        k_end, v_end = self.k.halves, self.k.halves + self.v.halves
+        return (
+            halves[..., :k_end, :] if k_end else None,
+            halves[..., k_end:v_end, :] if v_end > k_end else None,
+        )

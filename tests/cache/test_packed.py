@@ -1,0 +1,50 @@
+"""The kernels' pages hold, number for number, what the codecs decode."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import codecs
+from kvjax.cache.packed import pack_page, page_format
+from kvjax.cache.spec import GroupSpec
+
+SUPPORTED = [
+    "raw", "int8", "int4", "int4-hadamard", "fp8", "fp8-e5m2", "kivi2", "kivi4", "kivi8", "qjl",
+    "turboquant2", "turboquant3", "turboquant4",
+]  # fmt: skip
+
+
+def spec_of(pair, *, page_size=128, head_dim=128, dtype=jnp.bfloat16):
+    k, v = pair
+    return GroupSpec((0,), 2, head_dim, k, v, page_size, 4, 64, 1024, jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize(("head_dim", "generation"), [(64, 6), (128, 5)])
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_pages_decode_as_the_codecs_do(name, head_dim, generation):
+    spec = spec_of(codecs.pair(name), head_dim=head_dim)
+    fmt = page_format(spec, generation=generation)
+    rng = np.random.default_rng(0)
+    encoded, decoded = [], []
+    for codec, mean in ((spec.k_codec, 0.0), (spec.v_codec, 1.0)):
+        x = jnp.asarray(rng.normal(size=(3, 2, 128, head_dim)) + mean, jnp.bfloat16)
+        params = codec.init_params(num_kv_heads=2, head_dim=head_dim)
+        encoded.append(codec.encode(x, params))
+        decoded.append(np.asarray(codec.decode(encoded[-1], params, jnp.float32)))
+    pages = pack_page(fmt, spec, *encoded)
+    assert pages.shape == (3, fmt.rows, 128)
+    for got, expected in zip(fmt.unpack(pages), decoded, strict=True):
+        # levels of codebooks are rounded to bfloat16, nothing else
+        np.testing.assert_allclose(got, expected, rtol=2**-8, atol=2e-3)
+
+
+def test_what_the_kernels_do_not_read_is_refused_with_the_reason():
+    for name, match in (("turboquant5", "bits=5"), ("kivi3", "bits=3"), ("pca2", "pca: no TPU")):
+        with pytest.raises(NotImplementedError, match=match):
+            page_format(spec_of(codecs.pair(name)), generation=6)
+    with pytest.raises(NotImplementedError, match="page_size: TPU kernels need 128"):
+        page_format(spec_of(codecs.pair("int8"), page_size=64), generation=6)
+    with pytest.raises(NotImplementedError, match="raw: no TPU kernel reads"):
+        page_format(spec_of(codecs.pair("raw"), dtype=jnp.float32), generation=6)
+    with pytest.raises(NotImplementedError, match="float16 scales only"):
+        page_format(spec_of(codecs.pair("int8", scale_dtype="float32")), generation=6)

@@ -1,0 +1,159 @@
+"""Random pages of every code, with the plain values they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.codes import (
+    CUBIC,
+    Asymmetric,
+    BFloat16,
+    Code,
+    Codebook,
+    Cubic,
+    Float8,
+    KiviKey,
+    Signs,
+    Symmetric,
+)
+from pallas_kernels.pages import PageFormat
+
+BOOKS = {
+    2: (-1.51, -0.45, 0.45, 1.51),
+    3: (-2.0, -1.3, -0.7, -0.2, 0.3, 0.8, 1.4, 2.2),
+    4: (-2.7, -2.1, -1.6, -1.3, -0.9, -0.7, -0.4, -0.1, 0.1, 0.4, 0.7, 0.9, 1.3, 1.6, 2.1, 2.7),
+}
+
+
+def book(bits: int) -> Codebook:
+    return Codebook(bits, table=BOOKS[bits])
+
+
+#: (key code, value code) by name; "-pairs" is the order of older chips
+CODES: dict[str, tuple[Code, Code]] = {
+    "bf16": (BFloat16(), BFloat16()),
+    "int8": (Symmetric(8), Symmetric(8)),
+    "int4": (Symmetric(4), Symmetric(4)),
+    "int4-pairs": (Symmetric(4, order="pairs"), Symmetric(4, order="pairs")),
+    "int4-low": (Asymmetric(4), Asymmetric(4)),
+    "int4-low-pairs": (Asymmetric(4, order="pairs"), Asymmetric(4, order="pairs")),
+    "int4-groups": (Asymmetric(4, groups=2), Symmetric(4, groups=2)),
+    "fp8-e4m3": (Float8(), Float8()),
+    "fp8-e5m2": (Float8(format="float8_e5m2"), Float8(format="float8_e5m2")),
+    "kivi2": (KiviKey(2), Asymmetric(2, groups=4)),
+    "kivi2-pairs": (KiviKey(2, order="pairs"), Asymmetric(2, groups=4, order="pairs")),
+    "kivi4": (KiviKey(4, span=64), Asymmetric(4, groups=2)),
+    "turboquant2": (book(2), book(2)),
+    "turboquant3": (book(3), book(3)),
+    "turboquant4": (book(4), book(4)),
+    "cubic4": (Cubic(4), Cubic(4)),
+    "cubic4-pairs": (Cubic(4, order="pairs"), Cubic(4, order="pairs")),
+    "qjl": (Signs(groups=2, rows=256), Asymmetric(2, groups=4)),
+    "mixed": (Symmetric(8), book(3)),
+}
+
+
+@dataclasses.dataclass
+class Plain:
+    """Leaves of a code, and the values they stand for, `[..., T, D]` float64."""
+
+    leaves: dict
+    values: np.ndarray
+
+
+def random_leaves(code: Code, rng, lead: tuple[int, ...], head_dim: int, *, mean: float) -> Plain:
+    """Values of mean about `mean`: keys and values get unlike ones, so that a swap is seen."""
+    D = code.width(head_dim)
+    shape = (*lead, 128, D)
+    if isinstance(code, BFloat16 | Float8):
+        kind = jnp.bfloat16 if isinstance(code, BFloat16) else jnp.dtype(code.format)
+        q = jnp.asarray(rng.normal(size=shape) + mean, jnp.float32).astype(kind)
+        scale = _half(rng.uniform(0.5, 1.5, size=(*lead, 1, 128)))
+        level = np.asarray(q.astype(jnp.float32), np.float64)
+        wide = np.swapaxes(scale, -1, -2) if code.has_scale else 1.0
+        return Plain({"q": q, "scale": jnp.asarray(scale)}, level * wide)
+    signed = type(code) in (Symmetric, Cubic)
+    q = rng.integers(-(2 ** (code.bits - 1)) if signed else 0, 2**code.bits // (1 + signed), shape)
+    level = _levels(code, q)
+    if isinstance(code, KiviKey):
+        side, repeat, axis = (*lead, 128 // code.span, D), code.span, -2
+    else:
+        side, repeat, axis = (*lead, code.groups, 128), D // code.groups, -1
+    scale = _half(rng.uniform(0.5, 1.5, size=side) * 2 / np.abs(level).max())
+    low = _half(rng.normal(size=side) * 0.3 + mean)
+
+    def spread(x):
+        x = x if isinstance(code, KiviKey) else np.swapaxes(x, -1, -2)
+        return np.repeat(x.astype(np.float64), repeat, axis=axis)
+
+    values = level * spread(scale) + (spread(low) if _has_low(code) else 0)
+    return Plain(
+        {"q": jnp.asarray(q), "scale": jnp.asarray(scale), "low": jnp.asarray(low)}, values
+    )
+
+
+def _has_low(code: Code) -> bool:
+    return isinstance(code, Asymmetric)
+
+
+def _levels(code: Code, q: np.ndarray) -> np.ndarray:
+    if isinstance(code, Cubic):
+        a, b = CUBIC[code.bits]
+        t = q + 0.5
+        return t * (a + b * t * t)
+    if isinstance(code, Codebook):
+        table = jnp.asarray(code.table, jnp.bfloat16).astype(jnp.float32)
+        return np.asarray(table, np.float64)[q]
+    return 2.0 * q - 1 if isinstance(code, Signs) else q.astype(np.float64)
+
+
+def _half(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float16)
+
+
+@dataclasses.dataclass
+class Pool:
+    """A pool of pages in random places, and its rows' keys and values in order."""
+
+    fmt: PageFormat
+    pages: jnp.ndarray
+    table: jnp.ndarray
+    k: np.ndarray  # B K S D
+    v: np.ndarray  # B K S H
+
+
+def random_pool(name: str, *, K: int, H: int, B: int, M: int, seed: int = 0) -> Pool:
+    """Page 0 is zeros; pages that no row points to hold all ones: NaN as bfloat16 and float8."""
+    rng = np.random.default_rng(seed)
+    k_code, v_code = CODES[name]
+    fmt = PageFormat(k_code, v_code, K, H)
+    k = random_leaves(k_code, rng, (B * M, K), H, mean=0.0)
+    v = random_leaves(v_code, rng, (B * M, K), H, mean=1.0)
+    spare = 3
+    ids = 1 + rng.permutation(B * M + spare)[: B * M]
+    pages = jnp.full((1 + B * M + spare, fmt.rows, 128), -1, jnp.int32).at[0].set(0)
+    pages = pages.at[ids].set(fmt.pack(k.leaves, v.leaves))
+
+    def rows(x):
+        x = np.moveaxis(x.reshape(B, M, K, 128, -1), 1, 2)
+        return x.reshape(B, K, M * 128, -1)
+
+    table = jnp.asarray(ids.reshape(B, M), jnp.int32)
+    return Pool(fmt, pages, table, rows(k.values), rows(v.values))
+
+
+def dense(q, k, v, seen, *, scale: float, softcap: float | None = None):
+    """Output and log-sum-exp of plain attention in float64; seen `[B, Q, S]`."""
+    q = np.asarray(q.astype(jnp.float32), np.float64)
+    s = np.einsum("bkqd,bksd->bkqs", q, k) * scale
+    s = s if softcap is None else softcap * np.tanh(s / softcap)
+    s = np.where(seen[:, None], s, -np.inf)
+    top = np.max(s, axis=-1, keepdims=True)
+    p = np.where(np.isfinite(s), np.exp(s - np.where(np.isfinite(top), top, 0)), 0)
+    mass = p.sum(-1)
+    out = np.einsum("bkqs,bksh->bkqh", p, v) / np.where(mass == 0, 1, mass)[..., None]
+    with np.errstate(divide="ignore"):
+        return out, top[..., 0] + np.log(mass)

@@ -1,0 +1,78 @@
+"""Compiles for chips that are not here, with libtpu: decode at the real sizes of three models."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from kernel_data import CODES
+
+from pallas_kernels import aot
+from pallas_kernels.codes import for_generation
+from pallas_kernels.paged_attention.tpu import paged_attention_tpu
+from pallas_kernels.pages import PageFormat
+
+pytestmark = [
+    pytest.mark.skipif(not aot.available(), reason="needs libtpu, of the extra kvjax[aot]"),
+    pytest.mark.usefixtures("libtpu_environment"),
+]
+
+#: KV heads, queries of a KV head, head dim
+MODELS = {"llama-3-8b": (8, 4, 128), "qwen3-0.6b": (8, 2, 128), "gemma-3-1b": (1, 4, 256)}
+GENERATION = {"v5e": 5, "v6e": 6}
+
+
+def compiled(chip, name, shape, *, batch=8, tokens=8192, **options):
+    """(HLO text, bytes of temporaries, pool's shape)."""
+    K, Q, H = shape
+    k_code, v_code = (for_generation(c, GENERATION[chip]) for c in CODES[name])
+    fmt = PageFormat(k_code, v_code, K, H)
+    M = tokens // 128
+    q = jax.ShapeDtypeStruct((batch, K, Q, k_code.width(H)), jnp.bfloat16)
+    pages = jax.ShapeDtypeStruct((batch * M + 1, fmt.rows, 128), jnp.int32)
+    table = jax.ShapeDtypeStruct((batch, M), jnp.int32)
+    row = jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+    def step(q, pages, table, lengths, positions):
+        more = {"positions": positions} if options else {}
+        return paged_attention_tpu(
+            q, pages, table, lengths, fmt=fmt, scale=H**-0.5, **more, **options
+        )
+
+    done = aot.compile_for(chip, step, q, pages, table, row, row)
+    return done.as_text(), done.memory_analysis().temp_size_in_bytes, pages.shape
+
+
+def assert_reads_in_place(text, temporaries, pool):
+    shape = ",".join(map(str, pool))
+    copies = [line for line in text.splitlines() if re.search(rf"s32\[{shape}\].* copy", line)]
+    assert not copies, copies
+    assert 'custom_call_target="tpu_custom_call"' in text
+    assert temporaries < 2**23, temporaries  # a cache of these sizes has 70 MB or more
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", [c if c in ("int8", "int4") else pytest.param(c, marks=SLOW)
+                                  for c in CODES if "pairs" not in c])  # fmt: skip
+def test_decode_at_real_sizes(name, model, chip):
+    assert_reads_in_place(*compiled(chip, name, MODELS[model]))
+
+
+@pytest.mark.parametrize("name", [c for c in CODES if "pairs" not in c])
+def test_every_code(name):
+    assert_reads_in_place(*compiled("v5e", name, (2, 4, 128)))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96])
+def test_head_dims_without_whole_lanes(head_dim):
+    assert_reads_in_place(*compiled("v5e", "int4-low", (8, 4, head_dim)))
+
+
+def test_speculation_with_a_window_and_a_soft_cap():
+    """Gemma's: four query heads, eight new tokens."""
+    options = {"queries": 8, "window": 512, "softcap": 50.0}
+    assert_reads_in_place(*compiled("v6e", "int8", (1, 32, 256), **options))

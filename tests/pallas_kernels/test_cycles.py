@@ -1,0 +1,41 @@
+"""Ceilings of libtpu's static estimates: what a change may cost before someone looks at it."""
+
+import math
+
+import pytest
+
+from pallas_kernels import aot
+from pallas_kernels.cycles import CODES, Case, profile
+
+pytestmark = pytest.mark.skipif(not aot.available(), reason="needs libtpu, of the extra kvjax[aot]")
+
+#: (cycles, bundles) per 1,024 tokens of a KV head, eight heads of dim 128, rows of 4,096 tokens
+CEILINGS = {
+    ("v5e", "int8"): (285, 255),
+    ("v5e", "int4"): (220, 200),
+    ("v6e", "int8"): (210, 155),
+    ("v6e", "int4"): (200, 155),
+}
+
+
+@pytest.mark.parametrize(("chip", "code"), CEILINGS)
+def test_the_recorded_estimates_hold(chip, code):
+    got = profile(Case(chip, code))
+    cycles, bundles = CEILINGS[chip, code]
+    assert got.cycles <= cycles
+    assert got.bundles <= bundles
+
+
+def test_floors_are_bytes_over_bandwidth():
+    """8.125 bits a number: 264 kB for 1,024 tokens of a head's keys and values."""
+    case = Case("v5e", "int8")
+    assert math.isclose(case.floor, 1024 * 256 * 8.125 / 8 / 819e9 * 1.5e9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("code", CODES)
+def test_every_code_has_an_estimate(chip, code):
+    got = profile(Case(chip, code))
+    assert got.bundles > 0
+    assert math.isnan(got.cycles) or got.cycles >= got.bundles / 2

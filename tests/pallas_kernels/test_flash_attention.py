@@ -1,0 +1,122 @@
+"""The TPU kernels in interpret mode against dense attention and its autodiff, in float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import aot
+from pallas_kernels.flash_attention import causal_partial, flash_attention
+from pallas_kernels.softmax import finish
+
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def arrays(B, T, S, K, G, H, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = ((B, T, K, G, H), (B, S, K, H), (B, S, K, H))
+    return [
+        jnp.asarray(rng.normal(size=s) + mean, jnp.bfloat16).astype(jnp.float32)
+        for s, mean in zip(shapes, (0.0, 0.0, 0.5), strict=True)
+    ]
+
+
+def dense(q, k, v, lengths, *, scale, offset=0, window=None, softcap=None):
+    T, S = q.shape[1], k.shape[1]
+    s = jnp.einsum("btkgh,bskh->bkgts", q, k, precision="highest") * scale
+    s = s if softcap is None else softcap * jnp.tanh(s / softcap)
+    own, key = offset + jnp.arange(T)[:, None], jnp.arange(S)[None]
+    seen = (key <= own) & (key > own - (window or S + T))
+    seen = seen[None] & (key[None] < lengths[:, None, None])
+    p = jax.nn.softmax(jnp.where(seen[:, None, None], s, -jnp.inf), axis=-1)
+    return jnp.einsum("bkgts,bskh->bkgth", p, v, precision="highest")
+
+
+CASES = {
+    "plain": ((2, 256, 256, 2, 2, 64), {}),
+    "ragged": ((2, 200, 200, 1, 3, 128), {}),
+    "offset": ((1, 130, 700, 1, 2, 64), {"offset": 570}),
+    "window": ((1, 640, 640, 1, 1, 64), {"window": 100}),
+    "softcap": ((1, 128, 128, 2, 2, 80), {"softcap": 1.5}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name):
+    shape, options = CASES[name]
+    q, k, v = arrays(*shape)
+    lengths = jnp.asarray([shape[2], shape[2] - 70][: shape[0]], jnp.int32)
+    real = (jnp.arange(shape[1])[None] + options.get("offset", 0) < lengths[:, None])[
+        :, None, None, :, None
+    ]
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=shape[-1]), jnp.float32)
+
+    def loss(attend, q, k, v):
+        out = jnp.where(real, attend(q, k, v), 0)
+        return jnp.sum(jnp.sin(out) @ weights), out
+
+    def kernel(q, k, v):
+        call = functools.partial(flash_attention, implementation="tpu", interpret=True)
+        return finish(call(q, k, v, lengths=lengths, scale=0.3, **options))
+
+    reference = functools.partial(dense, lengths=lengths, scale=0.3, **options)
+    got, expected = (
+        jax.jit(
+            jax.grad(functools.partial(loss, f), argnums=(0, 1, 2), has_aux=True),
+            compiler_options=QUICK,
+        )(q, k, v)
+        for f in (kernel, reference)
+    )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert float(jnp.abs(a - b).max()) < 0.04 * float(jnp.abs(b).max())
+
+
+def test_it_merges_like_the_xla_form():
+    """Partials of both: same output, log-sum-exp and zero mass where no key is seen."""
+    q, k, v = arrays(2, 128, 128, 1, 2, 64)
+    lengths = jnp.asarray([100, 0], jnp.int32)
+    k, v = k.at[:, 100:].set(jnp.nan), v.at[:, 100:].set(jnp.nan)
+    k, v = k.at[1].set(jnp.nan), v.at[1].set(jnp.nan)
+    got = flash_attention(q, k, v, lengths=lengths, scale=0.1, implementation="tpu", interpret=True)
+    expected = causal_partial(q, k, v, lengths=lengths, scale=0.1)
+    np.testing.assert_allclose(finish(got), finish(expected), atol=0.02)
+    lse = expected.top[0] + jnp.log(expected.mass[0])
+    np.testing.assert_allclose(got.top[0] + jnp.log(got.mass[0]), lse, atol=0.02)
+    assert float(got.mass[1].max()) == 0.0
+
+
+def test_refusals():
+    q, k, v = arrays(1, 8, 8, 1, 1, 8)
+    call = functools.partial(flash_attention, lengths=jnp.asarray([8]), scale=1.0)
+    with pytest.raises(NotImplementedError, match="without window"):
+        call(q, k, v, window=4, implementation="xla")
+    with pytest.raises(NotImplementedError, match="no GPU kernel yet"):
+        call(q, k, v, implementation="gpu")
+    with pytest.raises(ValueError, match="implementation: expected one of"):
+        call(q, k, v, implementation="cuda")
+
+
+@pytest.mark.skipif(not aot.available(), reason="needs libtpu, of the extra kvjax[aot]")
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize(
+    ("K", "G", "H", "options"),
+    [(8, 4, 128, {}), (1, 4, 256, {"window": 512, "softcap": 50.0})],
+    ids=["llama-3-8b", "gemma-3-1b"],
+)
+def test_compiles_with_its_gradients(chip, K, G, H, options, libtpu_environment):
+    T = 2048
+    shapes = [(1, T, K, G, H), (1, T, K, H), (1, T, K, H)]
+    q, k, v = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
+
+    def loss(q, k, v, lengths):
+        part = flash_attention(q, k, v, lengths=lengths, scale=0.1, implementation="tpu", **options)
+        return jnp.sum(finish(part) ** 2)
+
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    done = aot.compile_for(chip, jax.value_and_grad(loss, argnums=(0, 1, 2)), q, k, v, lengths)
+    text = done.as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') >= 3
+    # memory stays linear in the tokens: no T by T scores anywhere
+    assert f"{T},{T}" not in text

@@ -1,0 +1,203 @@
+"""The TPU kernel in interpret mode, and its XLA form, against dense attention in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from kernel_data import CODES, dense, random_pool
+
+from pallas_kernels.paged_attention import check_table, choose, paged_attention
+from pallas_kernels.paged_attention.tpu import paged_attention_tpu
+from pallas_kernels.softmax import finish
+
+#: XLA's optimiser takes most of the time of these tests, for programs that run once
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def run(pool, q, lengths, *, interpret=True, block_pages=2, **options):
+    call = functools.partial(
+        paged_attention_tpu, fmt=pool.fmt, interpret=interpret, block_pages=block_pages, **options
+    )
+    arrays = (q, pool.pages, pool.table, jnp.asarray(lengths, jnp.int32))
+    return jax.jit(call, compiler_options=QUICK if interpret is True else None)(*arrays)
+
+
+def queries(pool, Q, seed=1):
+    B, K, _, D = pool.k.shape
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(B, K, Q, D)), jnp.bfloat16)
+
+
+def prefix(lengths, S, Q):
+    seen = np.arange(S)[None] < np.asarray(lengths)[:, None]
+    return np.broadcast_to(seen[:, None], (len(lengths), Q, S))
+
+
+def assert_close(part, expected, tolerance):
+    out, lse = expected
+    known = np.isfinite(lse)
+    assert np.all(np.asarray(part.mass)[~known] == 0)
+    got = np.asarray(part.top)[known] + np.log(np.asarray(part.mass)[known])
+    np.testing.assert_allclose(got, lse[known], atol=0.03, rtol=0)
+    error = np.abs(np.asarray(finish(part)) - out).max() / out.std()
+    assert error < tolerance, error
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_every_code(name):
+    """Ragged: a token, a page less one, a page, a page and one, an odd number, all, and none."""
+    pool = random_pool(name, K=2, H=128, B=7, M=3)
+    lengths = [1, 127, 128, 129, 301, 384, 0]
+    q = queries(pool, 3)
+    part = run(pool, q, lengths, scale=0.06)
+    expected = dense(q, pool.k, pool.v, prefix(lengths, 384, 3), scale=0.06)
+    assert_close(part, expected, 0.05)
+
+
+SHAPES = [(1, 256, 4), (8, 64, 1), (4, 96, 9), (3, 80, 2)]  # K, H, Q
+
+
+@pytest.mark.parametrize(("K", "H", "Q"), SHAPES)
+@pytest.mark.parametrize("name", ["int4-low-pairs", "kivi2"])
+def test_shapes(name, K, H, Q):
+    pool = random_pool(name, K=K, H=H, B=2, M=2)
+    q = queries(pool, Q)
+    part = run(pool, q, [131, 256], scale=0.06, block_pages=1)
+    expected = dense(q, pool.k, pool.v, prefix([131, 256], 256, Q), scale=0.06)
+    assert_close(part, expected, 0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("H", [64, 96, 128, 256])
+@pytest.mark.parametrize(("K", "Q"), [(1, 32), (2, 8), (8, 4)])
+@pytest.mark.parametrize("name", CODES)
+def test_every_code_in_every_shape(name, K, Q, H):
+    pool = random_pool(name, K=K, H=H, B=2, M=3)
+    q = queries(pool, Q)
+    part = run(pool, q, [255, 384], scale=0.06)
+    expected = dense(q, pool.k, pool.v, prefix([255, 384], 384, Q), scale=0.06)
+    assert_close(part, expected, 0.05)
+
+
+MASKS = [
+    {"softcap": 2.0},
+    {"positions": [150, 380], "queries": 2},
+    {"positions": [150, 380], "queries": 2, "window": 40},
+]
+
+
+@pytest.mark.parametrize("options", MASKS)
+@pytest.mark.parametrize("implementation", ["tpu", "xla"])
+def test_masks(options, implementation):
+    """Causal blocks of two queries, a window that starts past the first block, a soft cap."""
+    pool = random_pool("int8", K=2, H=128, B=2, M=3)
+    q, S = queries(pool, 4), 384
+    given = dict(options)
+    seen = prefix([160, 384], S, 4)
+    if "positions" in options:
+        own = np.asarray(options["positions"])[:, None] + np.arange(4)[None] % 2
+        given["positions"] = jnp.asarray(options["positions"], jnp.int32)
+        token = np.arange(S)[None, None]
+        seen = seen & (token <= own[..., None])
+        seen = seen & (token > own[..., None] - options.get("window", S))
+    expected = dense(q, pool.k, pool.v, seen, scale=0.2, softcap=options.get("softcap"))
+    assert_close(entry(pool, q, [160, 384], implementation, scale=0.2, **given), expected, 0.05)
+
+
+def entry(pool, q, lengths, implementation, **options):
+    call = functools.partial(
+        paged_attention, fmt=pool.fmt, implementation=implementation, interpret=True, **options
+    )
+    arrays = (q, pool.pages, pool.table, jnp.asarray(lengths, jnp.int32))
+    return jax.jit(call, compiler_options=QUICK)(*arrays)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8-e4m3", "int4-low"])
+@pytest.mark.parametrize("H", [64, 128])
+def test_nothing_unused_is_seen(name, H):
+    """NaN, or all ones, in every unused slot of the last page, in spare pages and past the table's
+    used part changes no bit."""
+    pool = random_pool(name, K=2, H=H, B=2, M=3)
+    q, lengths = queries(pool, 4), [130, 256]
+    clean = run(pool, q, lengths, scale=0.1)
+    table = np.asarray(pool.table)
+    pages = pool.pages
+    for row, length in enumerate(lengths):
+        last = table[row, (length - 1) // 128]
+        real = (length - 1) % 128 + 1
+        pages = pages.at[last].set(spoil(pool.fmt, pages[last], real))
+        for page in table[row, (length + 127) // 128 :]:
+            pages = pages.at[page].set(-1)
+    pool.pages = pages
+    spoilt = run(pool, q, lengths, scale=0.1)
+    for a, b in zip(clean, spoilt, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def spoil(fmt, page, real):
+    """All ones in every bit of tokens from `real` on: NaN in bfloat16 and float8."""
+    page = np.array(page)
+    for k in range(fmt.num_kv_heads):
+        first = k * fmt.head_rows
+        page[first : first + fmt.key_rows, real:] = -1
+        values = page[first + fmt.key_rows : first + fmt.head_rows]
+        if fmt.values_channels_first:
+            values[:, real:] = -1
+            continue
+        fields = 32 // fmt.v.bits
+        for tile in range(fmt.value_tiles):
+            rows = values[tile * fmt.value_tile_rows : (tile + 1) * fmt.value_tile_rows]
+            for token in range(real, 128):
+                row, field = divmod(token, fields)
+                ones = ((1 << fmt.v.bits) - 1) << (fmt.v.bits * field)
+                rows[row] = (rows[row].astype(np.int64) | ones).astype(np.uint32).view(np.int32)
+    page[fmt.side_row :, real:] = -1
+    return jnp.asarray(page)
+
+
+def test_no_race_in_the_copies():
+    pool = random_pool("int4-low", K=2, H=128, B=2, M=5)
+    q, lengths = queries(pool, 2), [600, 140]
+    strict = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    part = run(pool, q, lengths, scale=0.1, interpret=strict, block_pages=1)
+    expected = dense(q, pool.k, pool.v, prefix(lengths, 640, 2), scale=0.1)
+    assert_close(part, expected, 0.05)
+
+
+def test_ids_outside_of_the_pool_read_the_null_page():
+    pool = random_pool("int8", K=1, H=64, B=1, M=2)
+    q = queries(pool, 2)
+    pool.table = pool.table.at[0, 1].set(10**6)
+    part = run(pool, q, [256], scale=0.1)
+    pool.k[:, :, 128:], pool.v[:, :, 128:] = 0, 0
+    expected = dense(q, pool.k, pool.v, prefix([256], 256, 2), scale=0.1)
+    assert_close(part, expected, 0.05)
+
+
+def test_checked_mode_names_the_entry():
+    table, lengths = jnp.asarray([[1, 2], [3, 9]]), jnp.asarray([256, 129])
+    with pytest.raises(ValueError, match=r"table\[1, 1\]: expected a page id of 0 to 8, got 9"):
+        check_table(table, lengths, num_pages=9)
+    check_table(table, jnp.asarray([256, 128]), num_pages=9)
+    with pytest.raises(ValueError, match=r"lengths: expected 0 to 256, got \[257, 0\]"):
+        check_table(table, jnp.asarray([257, 0]), num_pages=10)
+
+
+def test_cases_that_do_not_fit_are_refused_with_the_reason():
+    pool = random_pool("int8", K=1, H=64, B=1, M=1)
+    arrays = (queries(pool, 2), pool.pages, pool.table, jnp.asarray([128], jnp.int32))
+    call = functools.partial(paged_attention, fmt=pool.fmt, scale=0.1)
+    with pytest.raises(NotImplementedError, match="layout of their own"):
+        call(*arrays, implementation="gpu")
+    with pytest.raises(ValueError, match="implementation: expected one of"):
+        call(*arrays, implementation="cuda")
+    with pytest.raises(ValueError, match="window: expected positions"):
+        call(*arrays, window=4)
+    with pytest.raises(ValueError, match="queries: expected a divisor of Q=2"):
+        call(*arrays, queries=3)
+    with pytest.raises(ValueError, match="KV heads: expected 1, got 2"):
+        call(jnp.repeat(arrays[0], 2, axis=1), *arrays[1:])
+    assert choose(pool.fmt, "cpu") == "xla"
+    assert choose(pool.fmt, "tpu") == "tpu"

@@ -1,0 +1,38 @@
+import numpy as np
+import pytest
+from kernel_data import CODES, random_leaves
+
+from pallas_kernels.codes import Signs, Symmetric, for_generation
+from pallas_kernels.pages import PageFormat
+
+
+@pytest.mark.parametrize("head_dim", [96, 256])
+@pytest.mark.parametrize("name", CODES)
+def test_unpack_gives_what_the_leaves_stand_for(name, head_dim):
+    rng = np.random.default_rng(0)
+    k_code, v_code = CODES[name]
+    fmt = PageFormat(k_code, v_code, 3, head_dim)
+    k = random_leaves(k_code, rng, (2, 3), head_dim, mean=0.0)
+    v = random_leaves(v_code, rng, (2, 3), head_dim, mean=1.0)
+    pages = fmt.pack(k.leaves, v.leaves)
+    assert pages.shape == (2, fmt.rows, 128)
+    for got, plain in zip(fmt.unpack(pages), (k, v), strict=True):
+        np.testing.assert_allclose(got, plain.values, rtol=1e-4, atol=1e-4)
+
+
+def test_bits_of_a_page():
+    """Codes, two float16 scales a token in one word, and nothing else at eight heads."""
+    for bits, expected in ((8, 8.125), (4, 4.125), (2, 2.125)):
+        fmt = PageFormat(Symmetric(bits), Symmetric(bits), 8, 128)
+        assert 8 * fmt.page_bytes / (2 * 8 * 128 * 128) == expected
+
+
+def test_the_order_follows_the_chip():
+    assert for_generation(Symmetric(4), 5).order == "pairs"
+    assert for_generation(Symmetric(4), 6).order == "adjacent"
+    assert for_generation(Symmetric(8), 5).order == "adjacent"
+
+
+def test_sketches_hold_no_values():
+    with pytest.raises(ValueError, match="Signs has no values"):
+        PageFormat(Symmetric(8), Signs(rows=256), 2, 128)
