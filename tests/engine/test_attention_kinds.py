@@ -22,7 +22,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["yoco", pytest.param("mla", marks=pytest.mark.slow)])
 def test_greedy_equals_full_forward(tiny, kind):
     """Two rows of unlike lengths, the longer in two chunks of prefill, past the window."""
     model = tiny(form="stacked", **KINDS[kind])
@@ -40,7 +40,7 @@ def test_greedy_equals_full_forward(tiny, kind):
         assert logits.argmax(-1).tolist() == tokens
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["mla", pytest.param("yoco", marks=pytest.mark.slow)])
 def test_a_decode_step_copies_no_cache(tiny, kind):
     """Beside the cache a step holds little, and no copy is near a layer's keys."""
     model = tiny(form="stacked", max_position_embeddings=8192, **KINDS[kind])
