@@ -127,6 +127,18 @@ def test_values_that_change_results_are_refused(config, key, value):
         model_config({**config, key: value})
 
 
+def test_an_absent_window_is_transformers_default():
+    """Mistral: null is none, absent is 4096; Gemma 2: absent caps are 50 and 30, null is none."""
+    raw = read_json(LARGE / "mistral_window" / "config.json")
+    assert model_config({**raw, "sliding_window": None}).sliding_window is None
+    del raw["sliding_window"]
+    assert model_config(raw).sliding_window == 4096
+    raw = read_json(SMALL / "gemma2" / "config.json")
+    assert model_config({**raw, "attn_logit_softcapping": None}).attn_logit_softcap is None
+    del raw["attn_logit_softcapping"]
+    assert model_config(raw).attn_logit_softcap == 50.0
+
+
 def test_layers_for_drafting_are_left_out(tmp_path):
     """DeepSeek-V3 ships one more layer than it has; a second one is unexpected."""
     from kvjax.checkpoints.tensors import LazyTensor
