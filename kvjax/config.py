@@ -50,8 +50,9 @@ class CacheConfig:
     sealed once it lies wholly before them. None: 4 and 64, or 0 and 0 where both codecs are raw.
     calibration: file of calibrated arrays (`kvjax.codecs.calibrate`) that some codecs need.
     mla_rope_bits: bits of a cached rotated key of latent attention (2 to 8); None: exact.
-    evict: which tokens of a prompt stay, `POLICY:BUDGET` (`kvjax.eviction`); None: all. The first
-    call then takes the whole prompt. max_new: with evict, tokens that fit after the prompt.
+    evict: which tokens stay (`kvjax.eviction`); None: all. `POLICY:BUDGET` judges a prompt, which
+    the first call then takes whole; `streaming:SINKS+RECENT` bounds the cache for ever. max_new:
+    with a policy, tokens that fit after the prompt.
     """
 
     k: str = "raw"
@@ -109,8 +110,15 @@ class CacheConfig:
 
     @property
     def policy(self) -> eviction.Policy | None:
-        """The policy that `evict` names."""
-        return None if self.evict is None else eviction.parse(self.evict)
+        """The policy that judges prompts, if `evict` names one."""
+        named = None if self.evict is None else eviction.parse(self.evict)
+        return named if isinstance(named, eviction.Policy) else None
+
+    @property
+    def stream(self) -> eviction.Streaming | None:
+        """What `evict` names, if that is a stream of sinks and recent tokens."""
+        named = None if self.evict is None else eviction.parse(self.evict)
+        return named if isinstance(named, eviction.Streaming) else None
 
     def codecs(self, num_layers: int) -> list[tuple[Codec, Codec]]:
         """(key codec, value codec) of each layer. Raises ValueError on ranges past the model."""

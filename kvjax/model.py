@@ -113,7 +113,15 @@ class Transformer(nnx.Module):
         at: which of the T tokens of each row are wanted; None: all. With layers that read an
         earlier layer's keys (YOCO), those from its attention on run for these tokens alone.
         """
-        start = jnp.zeros_like(lengths) if cache is None else cache.length
+        start = jnp.zeros_like(lengths) if cache is None else cache.start
+        most = tokens.shape[1] if cache is None else cache.longest_call or tokens.shape[1]
+        need(
+            tokens.shape[1] <= most,
+            "tokens",
+            f"at most {most} a call, the stream's recent tokens",
+            tokens.shape[1],
+            "Feed the text in shorter calls.",
+        )
         ropes = self.ropes(start, tokens.shape[1], lengths)
         x = self.embed(tokens)
         if cache is None:

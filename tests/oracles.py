@@ -184,7 +184,7 @@ def poisoned_pool(pool, ids):
     """The pool with poison in pages `ids [slots, n]` of each layer."""
 
     def block(i, codes):
-        own = np.asarray(ids).reshape(len(pool.k), -1, np.shape(ids)[1])[i]  # layers of a block
+        own = np.split(np.asarray(ids), len(pool.k))[i]  # of the layers in this block
         where = (own + np.arange(len(own))[:, None] * pool.pages).ravel()
         return jax.tree.map(lambda x: poison(x, where), codes)
 

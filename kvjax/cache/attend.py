@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codec, Codes, Params
 from kvjax.config import RopeConfig
-from kvjax.layers.rope import apply_rope, rope_tables
+from kvjax.layers.rope import apply_rope, attention_factor, rope_tables
 from pallas_kernels.flash_attention import causal_partial
 from pallas_kernels.paged_attention import paged_partial, pool_partial
 from pallas_kernels.softmax import Partial, attend_tile, finish, merge, soft_cap, with_sinks
@@ -36,8 +36,14 @@ class LayerView:
     evicted: Int[Array, "B"] | None = None  # tokens of each row that are gone
     positions: Int[Array, "B K C"] | None = None  # in the text, of each head's first C tokens
 
-    def position(self, tokens: Int[Array, "B S"]) -> Int[Array, "B S"] | Int[Array, "B K S"]:
-        """Where the row's tokens, numbered in the cache, are in the text."""
+    def position(
+        self, tokens: Int[Array, "B S"], length: Int[Array, "B"]
+    ) -> Int[Array, "B S"] | Int[Array, "B K S"]:
+        """What RoPE sees of the row's tokens, which are numbered as the cache numbers them."""
+        if self.spec.stream is not None:
+            return jnp.where(
+                tokens < self.spec.sinks, tokens, tokens - self.spec.shift(length)[:, None]
+            )
         if self.evicted is None:
             return tokens
         tokens = tokens[:, None]  # B 1 S
@@ -127,7 +133,9 @@ def exact_seen(spec: GroupSpec, chunk: Chunk) -> tuple[Bool[Array, "B E"], Bool[
     valid = spec.exact_valid(chunk.length)
     seen = valid[:, None, None, :]
     if spec.window is not None:
-        seen = seen & chunk.within(spec.token_in_slot(chunk.length), spec.window)
+        token = spec.token_in_slot(chunk.length)
+        near = chunk.within(token, spec.window)
+        seen = seen & (near | (token < spec.sinks)[:, None, None] if spec.stream else near)
     return valid, seen
 
 
@@ -144,9 +152,30 @@ def _exact_part(layer: LayerView, chunk: Chunk) -> Partial:
     valid, seen = exact_seen(spec, chunk)
     k_t = layer.k_exact
     v = jnp.where(valid[:, None, :, None], layer.v_exact, 0)  # an unused slot may hold anything
-    if spec.k_codec.pre_rope and how.rope is not None:
-        k_t = _rope_tile(k_t, chunk, layer.position(spec.token_in_slot(chunk.length)))
-    return attend_tile(chunk.rows, k_t, v, seen, scale=how.scale, softcap=how.softcap)
+    if spec.turns and how.rope is not None:
+        token = spec.token_in_slot(chunk.length)
+        k_t = _rope_tile(k_t, chunk, layer.position(token, chunk.length))
+    n = spec.sinks if spec.stream is not None and spec.turns and chunk.q.shape[1] > 1 else 0
+    options: dict[str, Any] = {"scale": how.scale, "softcap": how.softcap}
+    part = attend_tile(chunk.rows, k_t[..., n:], v[:, :, n:], seen[..., n:], **options)
+    if not n or how.rope is None:
+        return part
+    # later tokens of the call stand no farther from the sinks than the first
+    near = _as_near(spec, chunk)
+    return merge(part, attend_tile(near, k_t[..., :n], v[:, :, :n], seen[..., :n], **options))
+
+
+def _as_near(spec: GroupSpec, chunk: Chunk) -> Float[Array, "B K Q H"]:
+    """The chunk's queries, turned back to where a full stream has its newest token."""
+    assert spec.stream is not None
+    assert chunk.how.rope is not None
+    at = jnp.arange(chunk.q.shape[1])[None] if chunk.at is None else chunk.at
+    full = jnp.maximum(chunk.length, spec.stream.sinks + spec.stream.recent)
+    beyond = jnp.maximum(0, chunk.length[:, None] + at - full[:, None])  # B A
+    cos, sin = (x / attention_factor(chunk.how.rope) for x in chunk.angles(beyond))
+    B, A, K, G, H = chunk.q.shape
+    turned = apply_rope(chunk.q.reshape(B, A, K * G, H), cos, -sin)
+    return dataclasses.replace(chunk, q=turned.reshape(chunk.q.shape)).rows
 
 
 def chunk_part(chunk: Chunk, window: int | None) -> Partial:
@@ -193,10 +222,11 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
 
     def decode_k(codes: Any, tokens: Int[Array, "S"]) -> Array:
         k_t = k_codec.decode_t(codes, layer.k_params, dtype)  # B n K H S
-        if k_codec.pre_rope and chunk.how.rope is not None:
+        if spec.turns and chunk.how.rope is not None:
             k_t = jnp.moveaxis(k_t, 1, 3)  # B K H n S
             flat = k_t.reshape(*k_t.shape[:3], -1)
-            positions = layer.position(spec.paged_token(tokens, chunk.length))
+            token = spec.paged_token(tokens, chunk.length)
+            positions = layer.position(token, chunk.length)
             flat = _rope_tile(flat, chunk, positions)
             k_t = jnp.moveaxis(flat.reshape(k_t.shape), 3, 1)
         return k_t

@@ -98,6 +98,17 @@ class KVCache:
     def batch(self) -> int:
         return self.length.shape[0]
 
+    @property
+    def start(self) -> Int[Array, "B"]:
+        """The position, as RoPE sees it, of each row's next token."""
+        return self.length - self.groups[0].spec.shift(self.length)
+
+    @property
+    def longest_call(self) -> int | None:
+        """Tokens that one call may bring at most; None: no bound."""
+        stream = self.groups[0].spec.stream
+        return None if stream is None else stream.recent
+
     def attend(
         self,
         layer: int | Int[Array, ""],
@@ -163,7 +174,7 @@ class KVCache:
         plain: Float[Array, "B T K H"],
     ) -> Float[Array, "B T K H"]:
         """What `append` wants of a layer's keys: after RoPE, or before it as its codec needs."""
-        before = [self.groups[g].spec.k_codec.pre_rope for g, _ in self.layer_map]
+        before = [self.groups[g].spec.turns for g, _ in self.layer_map]
         if len(set(before)) == 1:
             return plain if before[0] else roped
         if isinstance(layer, int):
@@ -298,7 +309,7 @@ def group_specs(
         config.mla_rope_bits,
     )
     policy, owners = config.policy, model.owners
-    if policy is not None:
+    if policy is not None or config.stream is not None:
         _check_evictable(model, max_len)
     factors = (1.0,) * len(owners) if policy is None else policy.factors(len(owners))
     layers: dict[tuple[Codec, Codec, int | None, int | None], list[int]] = {}
@@ -310,6 +321,8 @@ def group_specs(
             continue
         window = model.window_of(layer)
         window = None if window is None or window >= max_len else window
+        if config.stream is not None:
+            window = config.stream.recent + 1
         codec_pair = pair if model.mla is None else latent_codecs(pair, config.mla_rope_bits)
         factor = factors[owners.index(layer)]
         kept = None if policy is None else policy.kept(max_len, factor)
@@ -365,12 +378,14 @@ def _spec(
         k_codec=k_codec,
         v_codec=v_codec,
         page_size=config.page_size,
-        sinks=sinks if window is None else 0,  # a window leaves the first tokens behind
+        # a window leaves the first tokens behind, a stream does not
+        sinks=config.stream.sinks if config.stream else sinks if window is None else 0,
         recent=(0 if raw else 64) if config.recent is None else config.recent,
         max_len=max_len,
         dtype=jnp.dtype(dtype),
         v_head_dim=v_dim,
         window=window,
+        stream=config.stream,
         latent=model.mla is not None,
     )
 

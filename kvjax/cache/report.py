@@ -46,7 +46,8 @@ def cache_report(cache: KVCache) -> dict[str, Any]:
         pool = _nbytes(group.pool)
         rows = lengths if group.evicted is None else lengths - np.asarray(group.evicted)
         slack += pool * _free_pages(group.spec, rows) // max(1, group.table.size)
-        kept.append(rows)
+        stream = group.spec.stream
+        kept.append(rows if stream is None else np.minimum(rows, stream.sinks + stream.recent))
         parts["exact"] += _nbytes((group.k_exact, group.v_exact))
         parts["calibration"] += _nbytes((group.k_params, group.v_params))
         parts["tables"] += _nbytes((group.table, group.evicted, group.positions))
@@ -68,7 +69,7 @@ def cache_report(cache: KVCache) -> dict[str, Any]:
         "bf16_bytes": 2 * numbers,
         "ratio": raw / total,
         "bf16_ratio": 2 * numbers / total,
-        "evict": None if cache.policy is None else describe(cache.policy),
+        "evict": _evict(cache),
         "codecs": [
             _group(spec) | {"rows": rows.tolist()} for spec, rows in zip(specs, kept, strict=True)
         ],
@@ -190,6 +191,13 @@ def _free_pages(spec: GroupSpec, lengths: np.ndarray) -> int:
     # spec.sealed_pages in NumPy: a report compiles nothing
     sealed = np.clip((lengths - spec.sinks - spec.recent) // spec.page_size, 0, spec.pages_per_row)
     return len(spec.layers) * int((spec.pages_per_row - sealed).sum())
+
+
+def _evict(cache: KVCache) -> str | None:
+    stream = cache.groups[0].spec.stream
+    if stream is not None:
+        return str(stream)
+    return None if cache.policy is None else describe(cache.policy)
 
 
 def _nbytes(tree: Any) -> int:

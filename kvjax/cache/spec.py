@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvjax.codecs.base import Codec
+from kvjax.eviction import Streaming
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,19 @@ class GroupSpec:
     v_head_dim: int  # of values; with MLA of the rotated key
     window: int | None = None  # tokens back that a query sees, itself included
     latent: bool = False
+    stream: Streaming | None = None  # sinks stay whatever the window
     kept: int | None = None  # tokens of a prompt that eviction leaves at most; None: all stay
+
+    @property
+    def turns(self) -> bool:
+        """Keys are stored before RoPE and turned when they are read."""
+        return self.k_codec.pre_rope or (self.stream is not None and self.stream.moves)
+
+    def shift(self, length: Int[Array, "B"]) -> Int[Array, "B"]:
+        """How far below their places in the text a row's tokens and queries are turned."""
+        if self.stream is None or not self.stream.moves:
+            return jnp.zeros_like(length)
+        return jnp.maximum(0, length - self.stream.sinks - self.stream.recent)
 
     @property
     def exact_window(self) -> bool:

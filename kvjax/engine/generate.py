@@ -57,6 +57,9 @@ class Engine:
         eos_ids: Sequence[int] | None = None,
     ):
         limit = model.config.max_position_embeddings
+        config = CacheConfig() if cache_config is None else cache_config
+        if config.stream is not None and config.stream.moves:  # positions stay small for ever
+            limit = 2**31 - 1
         need(
             0 < max_model_len <= limit,
             "max_model_len",
@@ -66,15 +69,17 @@ class Engine:
         self.model = model
         self.batch = batch
         self.max_model_len = max_model_len
-        self.cache_config = CacheConfig() if cache_config is None else cache_config
+        self.cache_config = config
         self.eos_ids = model.config.eos_token_ids if eos_ids is None else tuple(eos_ids)
         # padded with an id that no token has, so that their number compiles nothing new
         padded = [*self.eos_ids, *[-1] * (8 - len(self.eos_ids) % 8)]
         self.eos = jnp.asarray(padded, jnp.int32)
         self.graphdef, self.state = nnx.split(model)
         top = max(PREFILL_BUCKETS[0], max_model_len)
-        if self.cache_config.evict is None:
-            self.buckets = tuple(b for b in PREFILL_BUCKETS if b <= top)
+        if config.policy is None:
+            most = top if config.stream is None else min(top, config.stream.recent)
+            fitting = tuple(b for b in PREFILL_BUCKETS if b <= most)
+            self.buckets = fitting or (most,)
         else:  # a policy judges a whole prompt: one call, of the next power of two
             sizes = range(PREFILL_BUCKETS[0].bit_length() - 1, next_power_of_two(top).bit_length())
             self.buckets = tuple(min(1 << n, max_model_len) for n in sizes)
@@ -145,7 +150,9 @@ class Engine:
         """Tokens that can follow a prompt of this length."""
         room = self.max_model_len - length
         # the last token chosen is never written
-        return room if self.cache_config.evict is None else min(room, self.cache_config.max_new + 1)
+        return (
+            room if self.cache_config.policy is None else min(room, self.cache_config.max_new + 1)
+        )
 
     def chunks(self, longest: int) -> list[int]:
         """Bucket lengths that cover a prompt: the largest as long as it fits, then the rest."""
@@ -303,7 +310,7 @@ def generate(
 
 def with_room(config: CacheConfig | None, max_tokens: int) -> CacheConfig | None:
     """The config with room for an answer of `max_tokens`, where eviction needs to know."""
-    if config is None or config.evict is None:
+    if config is None or config.policy is None:
         return config
     return dataclasses.replace(config, max_new=next_power_of_two(max_tokens))
 

@@ -19,6 +19,7 @@ from kvjax.eviction.observed import Observed
 from kvjax.eviction.pyramidkv import PyramidKV
 from kvjax.eviction.recent import Recent
 from kvjax.eviction.snapkv import SnapKV
+from kvjax.eviction.streaming import Streaming
 
 #: every policy by its name on the command line
 POLICIES: dict[str, type[Policy]] = {
@@ -27,39 +28,34 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def names() -> list[str]:
-    """Every policy's name."""
+    """Every prompt policy's name."""
     return list(POLICIES)
 
 
 @functools.cache
-def parse(text: str) -> Policy:
+def parse(text: str) -> Policy | Streaming:
     """The policy of `--evict NAME:BUDGET[/OPTION=VALUE...]`.
 
     Raises ValueError on unknown names and options, and on budgets that do not fit.
     """
     head, *options = text.split("/")
     name, colon, budget = head.partition(":")
-    need(
-        name in POLICIES,
-        "evict",
-        f"one of {', '.join(POLICIES)}",
-        name,
-        near(name, POLICIES).strip(),
-    )
-    need(bool(colon), "evict", f"{name}:BUDGET, such as {name}:1024 or {name}:25%", text)
-    fields = {f.name: f for f in dataclasses.fields(POLICIES[name]) if f.name != "budget"}
-    values: dict[str, Any] = {}
+    known = [*POLICIES, Streaming.name]
+    need(name in known, "evict", f"one of {', '.join(known)}", name, near(name, known).strip())
+    example = "4+1020" if name == Streaming.name else f"1024 or {name}:25%"
+    need(bool(colon), "evict", f"{name}:BUDGET, such as {name}:{example}", text)
+    given: dict[str, str] = {}
     for option in options:
         field, equals, value = option.partition("=")
         need(bool(equals), f"evict {name}", "options as field=value", option)
-        need(
-            field in fields,
-            f"evict {name}",
-            f"one of {', '.join(fields)}",
-            field,
-            near(field, fields).strip(),
-        )
-        values[field] = _value(name, field, value, fields[field].default)
+        given[field] = value
+    if name == Streaming.name:
+        return Streaming.parse(budget, **given)
+    fields = {f.name: f for f in dataclasses.fields(POLICIES[name]) if f.name != "budget"}
+    for field in given:
+        hint = near(field, fields).strip()
+        need(field in fields, f"evict {name}", f"one of {', '.join(fields)}", field, hint)
+    values = {f: _value(name, f, text, fields[f].default) for f, text in given.items()}
     return POLICIES[name](budget=Budget.parse(budget), **values)
 
 
@@ -75,4 +71,14 @@ def _value(name: str, field: str, text: str, default: Any) -> Any:
         need(False, f"evict {name} {field}", f"a number ({type(default).__name__})", text)
 
 
-__all__ = ["Budget", "Policy", "Prompt", "describe", "names", "parse", "select", "POLICIES"]
+__all__ = [
+    "Budget",
+    "Policy",
+    "Prompt",
+    "describe",
+    "names",
+    "parse",
+    "select",
+    "POLICIES",
+    "Streaming",
+]

@@ -12,6 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import CacheConfig, eviction
+from kvjax.evaluation.kept import kept
 from kvjax.layers.rope import apply_rope, rope_tables
 
 SMALL = "sinks=2/window=4"
@@ -55,26 +56,8 @@ def test_a_large_budget_changes_nothing(tiny, form):
         oracles.close(logits, full, 2e-5)
 
 
-@pytest.fixture
-def noted(monkeypatch):
-    """What `KVCache.fill` is given, outside `jit`."""
-    from kvjax.cache.kv_cache import KVCache
-
-    seen = []
-    fill = KVCache.fill
-
-    def noting(self, kept, v, *, lengths):
-        jax.debug.callback(lambda at: seen.append(np.asarray(at)), kept.at)
-        return fill(self, kept, v, lengths=lengths)
-
-    monkeypatch.setattr(KVCache, "fill", noting)
-    jax.clear_caches()
-    yield seen
-    jax.clear_caches()
-
-
 @pytest.mark.parametrize("name", ["snapkv", "keydiff"])
-def test_decoding_sees_just_what_stayed(tiny, noted, name):
+def test_decoding_sees_just_what_stayed(tiny, name):
     """One layer by hand: the next token attends to the kept tokens where they were, and itself."""
     model = tiny(num_layers=1)
     c, H = model.config, model.config.head_dim
@@ -82,11 +65,10 @@ def test_decoding_sees_just_what_stayed(tiny, noted, name):
     cache = model.init_cache(batch=1, max_len=200, config=config_of(name))
     _, cache = model(tokens[:, :69], cache)
     got, _ = model(tokens[:, 69:], cache)
-    jax.effects_barrier()
-    kept = noted[0][0, 0]  # K C
-    assert kept.shape == (2, 24)
-    assert {0, 1, 65, 66, 67, 68} <= set(kept[0]) & set(kept[1])
-    assert set(kept[0]) != set(kept[1])
+    stay = kept(model, tokens[:, :69], config_of(name))[0, 0]  # K C
+    assert stay.shape == (2, 24)
+    assert {0, 1, 65, 66, 67, 68} <= set(stay[0]) & set(stay[1])
+    assert set(stay[0]) != set(stay[1])
 
     layer = model.stack.layers[0]
     x = model.embed(jnp.asarray(tokens))
@@ -101,7 +83,7 @@ def test_decoding_sees_just_what_stayed(tiny, noted, name):
     out = []
     for n in range(c.num_heads):
         h = n // (c.num_heads // c.num_kv_heads)
-        see = np.append(kept[h], 69)
+        see = np.append(stay[h], 69)
         p = jax.nn.softmax(q[0, 69, n] @ k[0, see, h].T * H**-0.5)
         out.append(p @ v[0, see, h])
     y = x[:, 69:] + attention.o_proj(jnp.concatenate(out)[None, None])
@@ -110,7 +92,7 @@ def test_decoding_sees_just_what_stayed(tiny, noted, name):
 
 
 @pytest.mark.parametrize("name", ["snapkv", "expected"])
-def test_rows_keep_what_they_keep_alone(tiny, noted, name):
+def test_rows_keep_what_they_keep_alone(tiny, name):
     """Case 41: padding is never scored and never kept, on either side."""
     model = tiny()
     config = config_of(name)
@@ -123,13 +105,17 @@ def test_rows_keep_what_they_keep_alone(tiny, noted, name):
     cache = model.init_cache(batch=2, max_len=160, config=config)
     _, cache = model(left, cache, mask=mask)
     together, _ = model(step, cache)
+    right = np.stack([np.pad(row, (0, 100 - len(row))) for row in rows])
+    lengths = np.asarray([len(row) for row in rows])
+    both = kept(model, right, config, lengths=lengths)
     for b, row in enumerate(rows):
         cache = model.init_cache(batch=1, max_len=160, config=config)
         padded = np.pad(row, (0, 100 - len(row)))[None]
         _, cache = model(padded, cache, lengths=[len(row)])
         alone, _ = model(step[b : b + 1], cache)
-        jax.effects_barrier()
-        assert np.array_equal(noted[0][:, b], noted[-1][:, 0])
+        assert np.array_equal(
+            kept(model, padded, config, lengths=lengths[b : b + 1])[:, 0], both[:, b]
+        )
         oracles.close(together[b], alone[0], 1e-5)
 
 
