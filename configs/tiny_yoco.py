@@ -6,7 +6,11 @@ and values, on Python's own standard library. No download.
 
 Beyond the windows a token costs 128 numbers for the whole model. Prefill runs the second half for
 the last token alone.
-EXPECT"""
+
+Measured with Python 3.11 for the first 30 of its 700 steps only (--training.steps=30
+--optimizer.decay_steps=700): loss 8.59 at the start, held-out loss 6.89 nats a token after them.
+configs/tiny_gqa.py has the figures of a whole run.
+"""
 
 from kvjax.config import ModelConfig
 from kvjax.sharing import yoco

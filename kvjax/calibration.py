@@ -9,10 +9,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
 
 from kvjax.attending import Dense
 from kvjax.cache.kv_cache import Calibration, group_specs
@@ -29,7 +25,8 @@ from kvjax.cache.spec import GroupSpec
 from kvjax.codecs import calibrate as files
 from kvjax.codecs import name_of
 from kvjax.codecs.base import Codec, Params
-from kvjax.config import CacheConfig, ModelConfig, need, to_dict
+from kvjax.config import CacheConfig, ModelConfig, need
+from kvjax.fingerprint import model_fingerprint
 from kvjax.layers.attention import KV
 from kvjax.layers.rope import apply_rope
 
@@ -42,24 +39,6 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 512 << 20
 #: tokens whose logits live at once while gradients are taken
 LOSS_CHUNK = 128
-#: what of the config names the model; the rest (special tokens, limits) varies with the file kind
-_IDENTITY = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
-    "head_dim", "rope", "rms_norm_eps", "hidden_act", "attention_bias", "tie_word_embeddings",
-)  # fmt: skip
-#: and these where they are not what they are in a plain model
-_UNUSUAL = {
-    field.name: field.default
-    for field in dataclasses.fields(ModelConfig)
-    if field.name
-    in (
-        "attention_out_bias", "mlp_bias", "qk_norm", "norm_placement", "norm_type",
-        "attention_scale", "embedding_scale", "residual_scale", "logit_scale",
-        "attn_logit_softcap", "final_logit_softcap", "layer_types", "sliding_window",
-        "rope_local", "rope_interleave", "no_rope_layers", "attention_sinks", "kv_source",
-        "kv_norm", "mla", "moe",
-    )
-}  # fmt: skip
 
 
 def calibrate(
@@ -180,34 +159,6 @@ def needs_calibration(model: ModelConfig, config: CacheConfig) -> bool:
     """Whether some codec of this cache has no defaults for its calibrated arrays."""
     specs = group_specs(model, max_len=1, config=config, dtype="float32")
     return any(_needs_file(codec, spec) for spec in specs for codec in _pair(spec))
-
-
-def model_fingerprint(model: Transformer) -> str:
-    """A name of these weights: sizes in the clear, then a digest.
-
-    It covers the shape, RoPE and activation fields of the config, the first rows of the embedding
-    and of every layer's K and V projections, rounded to bfloat16: the same for stacked and unrolled
-    models and for float32 and bfloat16 ones; another for other weights, a quantised copy included.
-    """
-    fields = to_dict(model.config)
-    config = {name: fields[name] for name in _IDENTITY}
-    config |= {name: fields[name] for name, usual in _UNUSUAL.items() if fields[name] != usual}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for array in _probes(model):
-        digest.update(np.asarray(array.astype(jnp.bfloat16)).tobytes())
-    c = model.config
-    return (
-        f"{c.num_layers}x{c.hidden_size}-kv{c.num_kv_heads}x{c.head_dim}-{digest.hexdigest()[:16]}"
-    )
-
-
-def _probes(model: Transformer) -> Iterator[Array]:
-    yield model.embedding[...][:4]
-    for name in ("k_proj", "v_proj", "kv_a_proj"):
-        for layer in model.config.owners:
-            kernel = model.stack.layer_array(layer, "attention", name, "kernel")
-            if kernel is not None:
-                yield kernel[:2]
 
 
 # -- which codecs, which layers ------------------------------------------------------------------

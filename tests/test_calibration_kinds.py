@@ -27,14 +27,18 @@ CALLS = [64, 64, *[1] * 8]
 
 
 @pytest.mark.parametrize(
-    "kind", ["two ropes", "cla", pytest.param("no rope", marks=pytest.mark.slow)]
+    ("kind", "fisher"),
+    [
+        ("cla", False),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in KINDS),
+    ],
 )
-def test_keys_before_rope(tiny, tmp_path, kind):
+def test_keys_before_rope(tiny, tmp_path, kind, fisher):
     """Each layer's own RoPE, or none, when they are read; samples are of owners alone."""
     model = tiny(form="stacked", seed=2, **KINDS[kind])
     config = CacheConfig.parse("kvquant4", page_size=32, sinks=3, recent=8)
     rows = oracles.tokens_for(model, 2, 200, seed=7)
-    made = calibration.calibrate(model, rows, config)  # with gradients, through readers too
+    made = calibration.calibrate(model, rows, config, fisher=fisher)  # gradients through readers
     readers = set(range(model.config.num_layers)) - set(model.config.owners)
     assert {n for n, params in enumerate(made) if not any(params)} == readers
     calibration.save(tmp_path / "c", model, config, made)

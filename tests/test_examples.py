@@ -23,7 +23,7 @@ def foreign():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("kind", ["run_nnx", "run_linen"])
+@pytest.mark.parametrize("kind", ["run_linen", pytest.param("run_nnx", marks=pytest.mark.slow)])
 def test_attention_and_cache_in_a_foreign_model(foreign, kind, monkeypatch):
     """Fed in pieces it is what it is fed at once: exactly while tokens are exact, closely after."""
     tokens = jax.random.randint(jax.random.key(1), (2, 90), 0, foreign.HEADS.vocab_size)

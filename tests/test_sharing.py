@@ -33,6 +33,11 @@ KINDS = {
     },
 }
 PAGES = CacheConfig(page_size=8, sinks=2, recent=5)
+#: by default the two with windows; CLA's kinds are among them in what they do
+WINDOWED = [
+    kind if kind in ("yoco", "tail") else pytest.param(kind, marks=pytest.mark.slow)
+    for kind in KINDS
+]
 
 
 def test_maps():
@@ -104,7 +109,7 @@ def test_parameters_and_bytes(tiny, kind):
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WINDOWED)
 def test_cached_equals_full(tiny, kind):
     form = "unrolled" if kind == "cla3" else "stacked"
     tokens = oracles.tokens_for(tiny(form=form, **KINDS[kind]), 2, 90)
@@ -130,7 +135,7 @@ def forms(tiny, fields):
     return a, fill(b, tensors)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WINDOWED)
 def test_both_forms_and_by_hand(tiny, kind):
     """Against a plain loop over layers that keeps every owner's keys and values."""
     a, b = forms(tiny, KINDS[kind])
@@ -236,7 +241,7 @@ def test_exit_layers(tiny):
     assert exit_layer(tiny().config) is None
 
 
-@pytest.mark.parametrize("kind", ["yoco", "tail"])
+@pytest.mark.parametrize("kind", ["yoco", pytest.param("tail", marks=pytest.mark.slow)])
 def test_early_exit_is_exact(tiny, kind):
     """Prefill for the last token's logits, then decoding, as if every token had gone through."""
     model = tiny(form="stacked", **KINDS[kind])

@@ -35,17 +35,10 @@ def error(logits, golden) -> float:
 
 @pytest.mark.parametrize("folder", NEW, **NAME)
 def test_logits_and_export(folder, tmp_path):
-    """Full and cached; then out as a family whose config says all of it, and in again."""
+    """Full; then out as a family whose config says all of it, and in again."""
     model, _ = kvjax.load(folder, form="stacked")
     golden = np.load(folder / "golden.npz")
-    ids = golden["ids"]
-    assert error(model(ids)[0], golden) < 1e-4
-    cache = model.init_cache(batch=2, max_len=40, config=CacheConfig(page_size=4, recent=3))
-    parts = []
-    for first, end in ((0, 18), (18, 36), (36, 37), (37, 38), (38, 39), (39, 40)):
-        logits, cache = model(ids[:, first:end], cache)
-        parts.append(np.asarray(logits))
-    assert error(np.concatenate(parts, axis=1), golden) < 1e-4
+    assert error(model(golden["ids"])[0], golden) < 1e-4
     export(model, tmp_path / "out")
     assert exported_type(tmp_path / "out", model.config) == read_json(folder / "config.json")[
         "model_type"
@@ -55,6 +48,23 @@ def test_logits_and_export(folder, tmp_path):
         assert set(before) == set(after)
         for name, tensor in before.items():
             np.testing.assert_array_equal(tensor.read(), after[name].read())
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [p if p.name in ("gemma2", "cohere") else pytest.param(p, marks=pytest.mark.slow) for p in NEW],
+    **NAME,
+)
+def test_cached_logits(folder):
+    """In chunks and token by token, tiny pages."""
+    model, _ = kvjax.load(folder, form="stacked")
+    golden = np.load(folder / "golden.npz")
+    cache = model.init_cache(batch=2, max_len=40, config=CacheConfig(page_size=4, recent=3))
+    parts = []
+    for first, end in ((0, 18), (18, 36), (36, 37), (37, 38), (38, 39), (39, 40)):
+        logits, cache = model(golden["ids"][:, first:end], cache)
+        parts.append(np.asarray(logits))
+    assert error(np.concatenate(parts, axis=1), golden) < 1e-4
 
 
 def exported_type(folder: Path, config) -> str:
@@ -115,6 +125,18 @@ def test_values_that_change_results_are_refused(config, key, value):
     match = "rope_type" if key == "rope_parameters" else "layer_types" if config is QWEN else key
     with pytest.raises(ValueError, match=match):
         model_config({**config, key: value})
+
+
+def test_an_absent_window_is_transformers_default():
+    """Mistral: null is none, absent is 4096; Gemma 2: absent caps are 50 and 30, null is none."""
+    raw = read_json(LARGE / "mistral_window" / "config.json")
+    assert model_config({**raw, "sliding_window": None}).sliding_window is None
+    del raw["sliding_window"]
+    assert model_config(raw).sliding_window == 4096
+    raw = read_json(SMALL / "gemma2" / "config.json")
+    assert model_config({**raw, "attn_logit_softcapping": None}).attn_logit_softcap is None
+    del raw["attn_logit_softcapping"]
+    assert model_config(raw).attn_logit_softcap == 50.0
 
 
 def test_layers_for_drafting_are_left_out(tmp_path):

@@ -41,7 +41,9 @@ def bracketed(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("text", ["raw", "int8", "turboquant4"])
+@pytest.mark.parametrize(
+    "text", ["turboquant4", *(pytest.param(t, marks=pytest.mark.slow) for t in ("raw", "int8"))]
+)
 def test_absorbed_equals_expanded(tiny, bracketed, text):
     """Of the chunk, the exact tokens and the pages; by rounding alone (case 100)."""
     model = tiny(form="stacked", num_layers=1, **LORA)
@@ -115,7 +117,13 @@ def test_bytes_do_not_depend_on_the_heads(tiny):
 
 
 @pytest.mark.parametrize(
-    ("text", "bits"), [("raw", None), ("int8", None), ("int4", 8), ("turboquant4", 4)]
+    ("text", "bits"),
+    [
+        ("int8", None),
+        ("turboquant4", 4),
+        pytest.param("raw", None, marks=pytest.mark.slow),
+        pytest.param("int4", 8, marks=pytest.mark.slow),
+    ],
 )
 def test_codecs(tiny, text, bits):
     """The rotated key stays exact unless its bits are asked for."""
