@@ -32,7 +32,6 @@ from pallas_kernels.codes import (
     BFloat16,
     Code,
     Codebook,
-    Cubic,
     Float8,
     KiviKey,
     Signs,
@@ -50,7 +49,7 @@ GENERATION = {"v5e": 5, "v6e": 6}
 _NORMAL = {
     2: (0.4528, 1.5104),
     3: (0.2451, 0.7560, 1.3439, 2.1520),
-    4: (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6180, 2.0690, 2.7326),
+    4: (0.1284, 0.3880, 0.6568, 0.9423, 1.2562, 1.6181, 2.0690, 2.7326),
 }
 
 
@@ -72,8 +71,6 @@ CODES: dict[str, tuple[Code, Code]] = {
     "turboquant4": (_book(4), _book(4)),
     "turboquant3": (_book(3), _book(3)),
     "turboquant2": (_book(2), _book(2)),
-    "cubic4": (Cubic(4), Cubic(4)),
-    "cubic2": (Cubic(2), Cubic(2)),
     "qjl": (Signs(groups=2, rows=512), Asymmetric(2, groups=4)),
 }
 

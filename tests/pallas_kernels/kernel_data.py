@@ -8,23 +8,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.codes import (
-    CUBIC,
     Asymmetric,
     BFloat16,
     Code,
     Codebook,
-    Cubic,
     Float8,
     KiviKey,
     Signs,
+    Smooth,
     Symmetric,
 )
 from pallas_kernels.pages import PageFormat
 
+HALF = (0.1284, 0.3880, 0.6568, 0.9423, 1.2562, 1.6181, 2.0690, 2.7326)
 BOOKS = {
     2: (-1.51, -0.45, 0.45, 1.51),
     3: (-2.0, -1.3, -0.7, -0.2, 0.3, 0.8, 1.4, 2.2),
     4: (-2.7, -2.1, -1.6, -1.3, -0.9, -0.7, -0.4, -0.1, 0.1, 0.4, 0.7, 0.9, 1.3, 1.6, 2.1, 2.7),
+}
+
+
+#: optimal levels of N(0, 1)
+NORMAL = {
+    2: (-1.5104, -0.4528, 0.4528, 1.5104),
+    3: (-2.1519, -1.3439, -0.7560, -0.2451, 0.2451, 0.7560, 1.3439, 2.1519),
+    4: tuple(-x for x in HALF[::-1]) + HALF,
 }
 
 
@@ -49,8 +57,7 @@ CODES: dict[str, tuple[Code, Code]] = {
     "turboquant2": (book(2), book(2)),
     "turboquant3": (book(3), book(3)),
     "turboquant4": (book(4), book(4)),
-    "cubic4": (Cubic(4), Cubic(4)),
-    "cubic4-pairs": (Cubic(4, order="pairs"), Cubic(4, order="pairs")),
+    **{f"smooth{b}": (Smooth(b, table=NORMAL[b]),) * 2 for b in (2, 3, 4)},
     "qjl": (Signs(groups=2, rows=256), Asymmetric(2, groups=4)),
     "mixed": (Symmetric(8), book(3)),
 }
@@ -75,7 +82,7 @@ def random_leaves(code: Code, rng, lead: tuple[int, ...], head_dim: int, *, mean
         level = np.asarray(q.astype(jnp.float32), np.float64)
         wide = np.swapaxes(scale, -1, -2) if code.has_scale else 1.0
         return Plain({"q": q, "scale": jnp.asarray(scale)}, level * wide)
-    signed = type(code) in (Symmetric, Cubic)
+    signed = type(code) is Symmetric
     q = rng.integers(-(2 ** (code.bits - 1)) if signed else 0, 2**code.bits // (1 + signed), shape)
     level = _levels(code, q)
     if isinstance(code, KiviKey):
@@ -100,10 +107,8 @@ def _has_low(code: Code) -> bool:
 
 
 def _levels(code: Code, q: np.ndarray) -> np.ndarray:
-    if isinstance(code, Cubic):
-        a, b = CUBIC[code.bits]
-        t = q + 0.5
-        return t * (a + b * t * t)
+    if isinstance(code, Smooth):
+        return np.asarray(code.table)[q]
     if isinstance(code, Codebook):
         table = jnp.asarray(code.table, jnp.bfloat16).astype(jnp.float32)
         return np.asarray(table, np.float64)[q]

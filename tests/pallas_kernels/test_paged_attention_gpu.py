@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvjax import codecs
+from kvjax.cache.gpu_leaf import gpu_leaf
 from pallas_kernels.paged_attention.gpu import Leaf, constants, unsupported
 
 HERE = Path(__file__).parent
@@ -99,3 +101,21 @@ def test_what_it_does_not_take():
     assert "bits: need" in unsupported(*[Leaf("uniform", 3)] * 2, page_size=120)
     assert "page_size" in unsupported(words, words, page_size=12)
     assert unsupported(words, words, page_size=128) == ""
+
+
+def test_codecs_that_it_reads():
+    for name in ("raw", "int8", "int4", "int4-hadamard", "kivi2", "kivi4", "turboquant4"):
+        k, v = (gpu_leaf(codec, 128) for codec in codecs.pair(name))
+        assert unsupported(k, v, page_size=128) == ""
+    for name in ("fp8", "turboquant3", "pca2", "qjl"):
+        with pytest.raises(NotImplementedError, match="no GPU kernel reads"):
+            gpu_leaf(codecs.get(name), 128)
+
+
+def test_the_check_of_a_gpu_wants_one():
+    root = HERE.parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(root / "infer/gpu_check.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "expected a GPU, got cpu" in done.stdout

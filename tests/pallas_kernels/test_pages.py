@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
-from kernel_data import CODES, random_leaves
+from kernel_data import CODES, book, random_leaves
 
-from pallas_kernels.codes import Signs, Symmetric, for_generation
+from kvjax.codecs.codebook import lloyd_max
+from pallas_kernels.codes import Codebook, Signs, Smooth, Symmetric, for_generation
 from pallas_kernels.pages import PageFormat
 
 
@@ -31,6 +32,16 @@ def test_the_order_follows_the_chip():
     assert for_generation(Symmetric(4), 5).order == "pairs"
     assert for_generation(Symmetric(4), 6).order == "adjacent"
     assert for_generation(Symmetric(8), 5).order == "adjacent"
+    for bits in (2, 3, 4):
+        normal = Codebook(bits, table=lloyd_max(bits))
+        assert for_generation(normal, 5) == normal
+        assert for_generation(normal, 6) == Smooth(bits, table=lloyd_max(bits))
+        assert for_generation(book(bits), 6) == book(bits)  # no normal table: looked up
+
+
+def test_a_table_that_the_polynomial_misses_is_refused():
+    with pytest.raises(NotImplementedError, match="not that of a normal distribution"):
+        Smooth(3, table=book(3).table)
 
 
 def test_sketches_hold_no_values():

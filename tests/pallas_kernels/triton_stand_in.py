@@ -14,27 +14,11 @@ import numpy as np
 import triton.language as tl
 
 from kvjax import codecs
-from kvjax.codecs.codebook import lloyd_max
-from pallas_kernels.paged_attention.gpu import Leaf, constants
+from kvjax.cache.gpu_leaf import gpu_leaf
+from pallas_kernels.paged_attention.gpu import constants
 from pallas_kernels.paged_attention.gpu_kernel import paged_attention_kernel
 from pallas_kernels.paged_attention.xla import paged_partial
 from pallas_kernels.softmax import Partial, finish, merge
-
-LEAVES = {
-    "raw": (Leaf(tokens_last=True), Leaf()),
-    "int8": (Leaf(mode="token", group=64), Leaf(mode="token", group=64)),
-    "int4": (Leaf("uniform", 4, mode="token", group=64, low=True),) * 2,
-    "kivi2": (
-        Leaf("uniform", 2, mode="channel", group=32, low=True),
-        Leaf("uniform", 2, mode="token", group=32, low=True),
-    ),
-    "kivi4": (
-        Leaf("uniform", 4, mode="channel", group=32, low=True),
-        Leaf("uniform", 4, mode="token", group=32, low=True),
-    ),
-    "turboquant2": (Leaf("codebook", 2, table=lloyd_max(2), mode="token", group=64),) * 2,
-    "turboquant4": (Leaf("codebook", 4, table=lloyd_max(4), mode="token", group=64),) * 2,
-}
 
 
 class Tensor:
@@ -110,7 +94,7 @@ def run(name: str) -> float:
     B, K, Q, H, T, M, splits = 3, 2, 5, 64, 128, 2, 2
     rng = np.random.default_rng(0)
     k_codec, v_codec = codecs.pair(name)
-    k_leaf, v_leaf = LEAVES[name]
+    k_leaf, v_leaf = gpu_leaf(k_codec, H), gpu_leaf(v_codec, H)
     pages = []
     for codec, mean in ((k_codec, 0.0), (v_codec, 1.0)):
         x = jnp.asarray(rng.normal(size=(B * M, K, T, H)) + mean, jnp.float32)
