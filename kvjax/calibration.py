@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from kvjax.attending import Dense
-from kvjax.cache.kv_cache import Calibration, group_specs
+from kvjax.cache.build import Calibration, group_specs
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs import calibrate as files
 from kvjax.codecs import name_of

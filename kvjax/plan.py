@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvjax.cache.kv_cache import group_specs
+from kvjax.cache.build import group_specs
 from kvjax.cache.report import PARTS, split_bytes
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codec, code_bytes

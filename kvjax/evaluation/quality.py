@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax import calibration, presets
 from kvjax.cache import LowBitKeysWarning, cache_report
-from kvjax.cache.kv_cache import group_specs
+from kvjax.cache.build import group_specs
 from kvjax.cache.report import mean_bits
 from kvjax.config import CacheConfig
 from kvjax.evaluation import passkey

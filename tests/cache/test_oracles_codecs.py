@@ -19,7 +19,7 @@ from flax import nnx
 
 from kvjax import CacheConfig, Engine, cache_report, calibration, codecs
 from kvjax.cache import LowBitKeysWarning
-from kvjax.cache.kv_cache import group_specs
+from kvjax.cache.build import group_specs
 from kvjax.cache.report import bits_of
 from kvjax.engine import programs
 from kvjax.engine.sampling import Sampling, SamplingParams
