@@ -13,6 +13,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from kvjax.engine.compilation import keep_compiled_programs
 from kvjax.training import TrainConfig, load_config, train
 from kvjax.training.overrides import values
 from kvjax.training.progress import make_report
@@ -63,6 +64,7 @@ def _parse(arguments: list[str]) -> tuple[Path, TrainConfig]:
 
 if __name__ == "__main__":
     try:
+        keep_compiled_programs()  # the next start, or a resume, compiles nothing again
         code = main(sys.argv[1:])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
