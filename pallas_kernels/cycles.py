@@ -140,6 +140,7 @@ def profile(case: Case) -> Estimate:
 
 def _run(case: Case, flags: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **aot.environment(), "LIBTPU_INIT_ARGS": flags}
+    environment.pop("XLA_FLAGS", None)  # libtpu ends the process on a flag of the CPU's
     spec = json.dumps(dataclasses.asdict(case))
     command = [sys.executable, "-m", "pallas_kernels.cycles", "--one", spec]
     return subprocess.run(command, env=environment, capture_output=True, text=True)

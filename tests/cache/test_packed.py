@@ -19,7 +19,9 @@ def spec_of(pair, *, page_size=128, head_dim=128, dtype=jnp.bfloat16):
     return GroupSpec((0,), 2, head_dim, k, v, page_size, 4, 64, 1024, jnp.dtype(dtype))
 
 
-@pytest.mark.parametrize(("head_dim", "generation"), [(64, 6), (128, 5)])
+@pytest.mark.parametrize(
+    ("head_dim", "generation"), [(64, 6), pytest.param(128, 5, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_pages_decode_as_the_codecs_do(name, head_dim, generation):
     spec = spec_of(codecs.pair(name), head_dim=head_dim)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels.codes import (
     Asymmetric,
@@ -61,6 +63,21 @@ CODES: dict[str, tuple[Code, Code]] = {
     "qjl": (Signs(groups=2, rows=256), Asymmetric(2, groups=4)),
     "mixed": (Symmetric(8), book(3)),
 }
+
+
+#: one of each kind, for the default run; `-m slow` has the others
+EACH_KIND = (
+    "bf16", "int8", "int4-low-pairs", "fp8-e4m3", "kivi2", "turboquant3", "smooth3", "qjl", "mixed",
+)  # fmt: skip
+
+
+def all_codes(quick: Collection[str] = EACH_KIND, *, skip: str = "?") -> list:
+    """Parameters for pytest: every code whose name does not have `skip`."""
+    return [
+        pytest.param(name, marks=[] if name in quick else pytest.mark.slow)
+        for name in CODES
+        if skip not in name
+    ]
 
 
 @dataclasses.dataclass

@@ -5,7 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from kernel_data import CODES
+from kernel_data import CODES, all_codes
 
 from pallas_kernels import aot
 from pallas_kernels.codes import for_generation
@@ -51,18 +51,14 @@ def assert_reads_in_place(text, temporaries, pool):
     assert temporaries < 2**23, temporaries  # a cache of these sizes has 70 MB or more
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", [c if c in ("int8", "int4") else pytest.param(c, marks=SLOW)
-                                  for c in CODES if "pairs" not in c])  # fmt: skip
+@pytest.mark.parametrize("name", all_codes(["int8", "int4"], skip="pairs"))
 def test_decode_at_real_sizes(name, model, chip):
     assert_reads_in_place(*compiled(chip, name, MODELS[model]))
 
 
-@pytest.mark.parametrize("name", [c for c in CODES if "pairs" not in c])
+@pytest.mark.parametrize("name", all_codes(skip="pairs"))
 def test_every_code(name):
     assert_reads_in_place(*compiled("v5e", name, (2, 4, 128)))
 

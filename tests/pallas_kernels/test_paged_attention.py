@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_data import CODES, dense, random_pool
+from kernel_data import all_codes, dense, random_pool
 
 from pallas_kernels.paged_attention import check_table, choose, paged_attention
 from pallas_kernels.paged_attention.tpu import paged_attention_tpu
@@ -45,7 +45,7 @@ def assert_close(part, expected, tolerance):
     assert error < tolerance, error
 
 
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("name", all_codes())
 def test_every_code(name):
     """Ragged: a token, a page less one, a page, a page and one, an odd number, all, and none."""
     pool = random_pool(name, K=2, H=128, B=7, M=3)
@@ -56,28 +56,18 @@ def test_every_code(name):
     assert_close(part, expected, 0.05)
 
 
-SHAPES = [(1, 256, 4), (8, 64, 1), (4, 96, 9), (3, 80, 2)]  # K, H, Q
+SHAPES = [(1, 256, 32), (8, 64, 1), (4, 96, 9), (3, 80, 2)]  # K, H, Q
 
 
 @pytest.mark.parametrize(("K", "H", "Q"), SHAPES)
-@pytest.mark.parametrize("name", ["int4-low-pairs", "kivi2"])
+@pytest.mark.parametrize("name", all_codes(["int4-low-pairs"]))
 def test_shapes(name, K, H, Q):
+    if name in ("turboquant3", "smooth3", "mixed") and H == 80:
+        pytest.skip("80 numbers of one bit do not fill words")
     pool = random_pool(name, K=K, H=H, B=2, M=2)
     q = queries(pool, Q)
     part = run(pool, q, [131, 256], scale=0.06, block_pages=1)
     expected = dense(q, pool.k, pool.v, prefix([131, 256], 256, Q), scale=0.06)
-    assert_close(part, expected, 0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("H", [64, 96, 128, 256])
-@pytest.mark.parametrize(("K", "Q"), [(1, 32), (2, 8), (8, 4)])
-@pytest.mark.parametrize("name", CODES)
-def test_every_code_in_every_shape(name, K, Q, H):
-    pool = random_pool(name, K=K, H=H, B=2, M=3)
-    q = queries(pool, Q)
-    part = run(pool, q, [255, 384], scale=0.06)
-    expected = dense(q, pool.k, pool.v, prefix([255, 384], 384, Q), scale=0.06)
     assert_close(part, expected, 0.05)
 
 

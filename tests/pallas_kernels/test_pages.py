@@ -7,7 +7,7 @@ from pallas_kernels.codes import Codebook, Signs, Smooth, Symmetric, for_generat
 from pallas_kernels.pages import PageFormat
 
 
-@pytest.mark.parametrize("head_dim", [96, 256])
+@pytest.mark.parametrize("head_dim", [96, pytest.param(256, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CODES)
 def test_unpack_gives_what_the_leaves_stand_for(name, head_dim):
     rng = np.random.default_rng(0)
