@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def foreign():
-    spec = importlib.util.spec_from_file_location("foreign", ROOT / "examples/foreign_model.py")
+    spec = importlib.util.spec_from_file_location("foreign", ROOT / "infer/foreign_model.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

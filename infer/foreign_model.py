@@ -1,6 +1,6 @@
 """kvjax's attention and compressed cache in a model that is not kvjax's, in Flax NNX and in Linen.
 
-    python examples/foreign_model.py
+    python infer/foreign_model.py
 
 `Block` is an own design (a LayerNorm, one attention, a small MLP, no config file); from kvjax it
 takes `Attention`, whose keys and values go into a 4-bit paged `KVCache`. The same network is then a
