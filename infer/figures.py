@@ -3,10 +3,10 @@
     python infer/figures.py kept --evict snapkv:25% --out kept.png "text"
     python infer/figures.py kept --evict pyramidkv:96 --prompt-file notes.txt --out kept.png
 
-Draws, for a real prompt, which tokens each layer and KV head keeps: exact (first and recent, in
-the model's dtype), sealed (in a page, as the codec stores them), or gone; and how many each layer
-keeps. Beside the PNG lies one HTML file that needs nothing else: the text, each token shaded by the
-share of heads that kept it, by layer.
+Draws, for a real prompt (the text as it is, without a chat template), which tokens each layer and
+KV head keeps: exact (first and recent, in the model's dtype), sealed (in a page, as the codec
+stores them), or gone; and how many each layer keeps. Beside the PNG lies an HTML file that needs
+nothing else: the text, each token shaded by the share of heads that kept it, by layer.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _kept(args: argparse.Namespace) -> int:
+    _need_matplotlib()
     import kvjax
     from kvjax.evaluation.kept import kept
 
@@ -59,6 +60,13 @@ def _kept(args: argparse.Namespace) -> int:
         print(f"{name:<7}{share:6.1%}")
     print(f"{out}\n{page}")
     return 0
+
+
+def _need_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("matplotlib is not installed. pip install 'kvjax[plot]'.") from None
 
 
 def fates(at: np.ndarray, length: int, cache: Any) -> np.ndarray:
@@ -109,7 +117,7 @@ def draw(states: np.ndarray, path: Path, title: str) -> None:
     names = zip(COLORS, ("gone", "sealed", "exact"), strict=True)
     patches = [Patch(facecolor=c, edgecolor="#999999", label=name) for c, name in names]
     left.legend(handles=patches, loc="upper center", ncols=3, fontsize=8, framealpha=0.9)
-    right.barh(ticks, (states > 0).sum(2).mean(1), height=0.8 * K, color=COLORS[1])
+    right.barh(ticks, (states > 0).sum(2).mean(1), height=0.8 * K, color="#72787e")
     right.set_xlabel("tokens kept a head")
     figure.savefig(path, dpi=150)
     plt.close(figure)

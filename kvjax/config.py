@@ -70,7 +70,7 @@ class CacheConfig:
         if self.evict is not None:
             eviction.parse(self.evict)
         need(
-            isinstance(self.max_new, int) and self.max_new > 0,
+            isinstance(self.max_new, int) and self.max_new > 0 and self.max_new is not True,
             "max_new",
             "a positive int",
             self.max_new,
@@ -88,6 +88,14 @@ class CacheConfig:
             value = getattr(self, field)
             ok = value is None or (isinstance(value, int) and value >= 0)
             need(ok, field, "an int >= 0 or None", value)
+        fixed = self.stream is not None or (self.policy is not None and self.policy.decodes)
+        need(
+            not (fixed and self.sinks is not None),
+            "sinks",
+            "None, as the policy names the first tokens that stay",
+            self.sinks,
+            "Write streaming:SINKS+RECENT, or h2o:TOKENS/sinks=N.",
+        )
         for name in (self.k, self.v, *(n for *_, k, v in self._rules() for n in (k, v))):
             _codec_pair(name)
 

@@ -118,7 +118,8 @@ class Transformer(nnx.Module):
         need(
             tokens.shape[1] <= most,
             "tokens",
-            f"at most {most} a call, the stream's recent tokens",
+            f"at most {most} a call with this eviction"
+            " (a stream's recent tokens; one while h2o decodes)",
             tokens.shape[1],
             "Feed the text in shorter calls.",
         )
@@ -277,7 +278,8 @@ def _check_room(cache: KVCache, lengths: np.ndarray) -> None:
         need(
             rows <= group.spec.max_len,
             "max_new",
-            f"room for rows of {rows} tokens",
-            f"{group.spec.max_len}, {group.spec.kept} of them for the prompt",
+            f"at least {rows - (group.spec.kept or 0)}: rows would have {rows} tokens with what"
+            f" stayed of the prompt, and there is room for {group.spec.max_len}",
+            group.spec.max_len - (group.spec.kept or 0),
             "Make the cache with a larger CacheConfig.max_new.",
         )

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax import codecs
 from kvjax.cache.kv_cache import KVCache, LayerGroup
 from kvjax.cache.latent import latent_codecs
 from kvjax.cache.pool import init_pool
@@ -88,13 +89,14 @@ def group_specs(
     )
     policy, owners = config.policy, model.owners
     if policy is not None or config.stream is not None:
-        _check_evictable(model, max_len)
+        _check_evictable(model, max_len, config.evict)
     factors = (1.0,) * len(owners) if policy is None else policy.factors(len(owners))
     layers: dict[tuple[Codec, Codec, int | None, int | None], list[int]] = {}
     for layer, pair in enumerate(pairs):
         owner = model.source_of(layer)
         fix = f"Layer {layer} reads layer {owner}'s cache: give both one codec."
-        need(pair == pairs[owner], "layers", f"layer {layer} as layer {owner}", pair, fix)
+        names = "+".join(codecs.name_of(codec) for codec in pair)
+        need(pair == pairs[owner], "layers", f"layer {layer} as layer {owner}", names, fix)
         if owner != layer:
             continue
         window = model.window_of(layer)
@@ -116,8 +118,8 @@ def group_specs(
             need(
                 raw,
                 "evict",
-                "a policy that judges prompts only, as pages are evicted from as a whole",
-                f"{config.evict} with codecs {k.name} and {v.name}",
+                "raw keys and values, as single tokens leave its slots at every step",
+                f"{config.evict} with {codecs.name_of(k)}+{codecs.name_of(v)}",
                 "Take snapkv, expected or observed with this codec, or h2o with raw.",
             )
             made = dataclasses.replace(made, heavy=True, sinks=0)
@@ -126,12 +128,12 @@ def group_specs(
     return tuple(spec(*key, members) for key, members in layers.items())
 
 
-def _check_evictable(model: ModelConfig, max_len: int) -> None:
+def _check_evictable(model: ModelConfig, max_len: int, evict: str | None) -> None:
     need(
         model.mla is None,
         "evict",
         "none with latent attention, whose scores are not there yet",
-        "a policy",
+        evict,
         "Leave evict out, or take a model without MLA.",
     )
     windows = [n for n in model.owners if model.window_of(n) is not None]
@@ -139,7 +141,7 @@ def _check_evictable(model: ModelConfig, max_len: int) -> None:
         all(model.window_of(n) >= max_len for n in windows),  # type: ignore[operator]
         "evict",
         "none with sliding windows, which bound their layers already",
-        f"windows in layers {windows[:4]}",
+        f"{evict} and windows in layers {windows[:4]}",
         "Leave evict out for this model.",
     )
 
@@ -169,7 +171,11 @@ def _spec(
         v_codec=v_codec,
         page_size=config.page_size,
         # a window leaves the first tokens behind, a stream does not
-        sinks=config.stream.sinks if config.stream else sinks if window is None else 0,
+        sinks=min(config.stream.sinks, max_len)
+        if config.stream
+        else sinks
+        if window is None
+        else 0,
         recent=(0 if raw else 64) if config.recent is None else config.recent,
         max_len=max_len,
         dtype=jnp.dtype(dtype),

@@ -32,9 +32,10 @@ def cache_report(cache: KVCache) -> dict[str, Any]:
     total_bytes is the sum of the leaves' `nbytes`, bytes its parts (`PARTS`). page_slack_bytes:
     pages that no token has been sealed into yet, a share of codes and scales. effective_bits of
     "k", "v" and their "mean": what a sealed number costs, with its scales. bytes_per_token: total
-    over the tokens of all rows at capacity. raw_bytes, bf16_bytes: the same capacity as one dense
-    array in the model's dtype, in bfloat16; ratio and bf16_ratio: how many times smaller the cache
-    is. evict: the policy, or None; each group's "rows": tokens of each row that it has.
+    over the tokens of all rows at capacity (of a stream: that it has had so far). raw_bytes,
+    bf16_bytes: the same capacity as one dense array in the model's dtype, in bfloat16; ratio and
+    bf16_ratio: how many times smaller the cache is. evict: the policy, or None. codecs: the groups;
+    "rows": tokens of each row that one has.
     """
     parts = dict.fromkeys(PARTS, 0) | {"tables": cache.length.nbytes}
     slack, lengths, kept = 0, np.asarray(cache.length), []
@@ -46,14 +47,14 @@ def cache_report(cache: KVCache) -> dict[str, Any]:
         pool = _nbytes(group.pool)
         rows = lengths if group.evicted is None else lengths - np.asarray(group.evicted)
         slack += pool * _free_pages(group.spec, rows) // max(1, group.table.size)
-        rows = np.minimum(rows, group.spec.max_len) if group.spec.heavy else rows
+        rows = np.minimum(rows, group.spec.max_len)  # what lies past it was dropped
         stream = group.spec.stream
         kept.append(rows if stream is None else np.minimum(rows, stream.sinks + stream.recent))
         parts["exact"] += _nbytes((group.k_exact, group.v_exact))
         parts["calibration"] += _nbytes((group.k_params, group.v_params))
         parts["tables"] += _nbytes((group.table, group.evicted, group.positions, group.scores))
     total = _nbytes(cache)
-    capacity = cache.batch * cache.max_len
+    capacity = cache.batch * _capacity(cache, lengths)
     specs = [g.spec for g in cache.groups]
     numbers = capacity * sum(len(s.layers) * numbers_of(s) for s in specs)
     raw = numbers * specs[0].dtype.itemsize
@@ -133,26 +134,16 @@ def format_report(report: dict[str, Any]) -> str:
         f"  {'page slack':<12}{human(slack):>12}  {slack / total:6.1%}  pages not yet used"
     )
     lines.append(f"  {'per token':<12}{human(report['bytes_per_token']):>12}")
-    for group in report["codecs"]:
-        bits = group["effective_bits"]
-        k, v = ("latents", "rotated keys") if group["latent"] else ("keys", "values")
-        window, layers = group["window"], ranges(group["layers"])
-        lines.append(
-            f"  layers {layers}: {k} {group['k']} {bits['k']:.3g} bits,"
-            f" {v} {group['v']} {bits['v']:.3g} bits; exact: first {group['sinks']},"
-            f" last {group['recent']} and a page of {group['page_size']} that fills"
-            if group["pages"] or window is None
-            else f"  layers {layers}: exact, the last {window}"
-        )
-        if window is not None and group["pages"]:
-            lines.append(f"    a window of {window}: {group['pages']} pages a row")
+    lines.extend(_describe(group) for group in report["codecs"])
     if report["evict"]:
         held = [max(group["rows"], default=0) for group in report["codecs"]]
         lines.append(
             f"  evict {report['evict']}: {min(held)} to {max(held)} of"
             f" {max(report['tokens'])} tokens are here"
         )
-    lines.append(f"  {report['bf16_ratio']:.2f} times smaller than bfloat16 of the same capacity")
+    ratio = report["bf16_ratio"]
+    size = f"{ratio:.2f} times smaller than" if ratio >= 1 else f"{1 / ratio:.2f} times the size of"
+    lines.append(f"  {size} bfloat16 of the same capacity")
     return "\n".join(lines)
 
 
@@ -161,6 +152,26 @@ def ranges(layers: Sequence[int]) -> str:
     starts = [n for n in layers if n - 1 not in layers]
     ends = [n for n in layers if n + 1 not in layers]
     return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in zip(starts, ends, strict=True))
+
+
+def _describe(group: dict[str, Any]) -> str:
+    """What a group of layers is made of."""
+    bits, first = group["effective_bits"], f"  layers {ranges(group['layers'])}: "
+    if group["slots"]:
+        return f"{first}exact, {group['slots']} slots a head, one token each"
+    if not group["pages"]:
+        last = group["window"] or group["recent"] + group["page_size"]
+        tail = "" if group["k"] == group["v"] == "raw" else "; nothing is sealed: no codec is used"
+        return f"{first}exact, the first {group['sinks']} and the last {last}{tail}"
+    k, v = ("latents", "rotated keys") if group["latent"] else ("keys", "values")
+    line = (
+        f"{first}{k} {group['k']} {bits['k']:.3g} bits, {v} {group['v']} {bits['v']:.3g} bits;"
+        f" exact: first {group['sinks']}, last {group['recent']} and a page of"
+        f" {group['page_size']} that fills"
+    )
+    if group["window"] is None:
+        return line
+    return f"{line}\n    a window of {group['window']}: {group['pages']} pages a row"
 
 
 def human(n: float) -> str:
@@ -183,6 +194,7 @@ def _group(spec: GroupSpec) -> dict[str, Any]:
         "window": spec.window,
         "pages": spec.pages_per_row,
         "latent": spec.latent,
+        "slots": spec.max_len if spec.heavy else None,
         "effective_bits": mean_bits([spec]),
     }
 
@@ -192,6 +204,14 @@ def _free_pages(spec: GroupSpec, lengths: np.ndarray) -> int:
     # spec.sealed_pages in NumPy: a report compiles nothing
     sealed = np.clip((lengths - spec.sinks - spec.recent) // spec.page_size, 0, spec.pages_per_row)
     return len(spec.layers) * int((spec.pages_per_row - sealed).sum())
+
+
+def _capacity(cache: KVCache, lengths: np.ndarray) -> int:
+    """Tokens of a row that the cache stands for: of a stream, those it has had so far."""
+    stream = cache.groups[0].spec.stream
+    if stream is None:
+        return cache.max_len
+    return min(cache.max_len, max(int(lengths.max()), stream.sinks + stream.recent))
 
 
 def _evict(cache: KVCache) -> str | None:

@@ -109,7 +109,8 @@ def _engine(session: Session, args: argparse.Namespace, rows: list[list[int]]) -
     need(all(args.stop), "stop", "strings that are not empty", args.stop)
     limit = args.max_model_len
     if limit is None:
-        limit = default_max_model_len(session.model, rows, args.max_tokens)
+        config = session.cache_config
+        limit = default_max_model_len(session.model, rows, args.max_tokens, config)
     engine = Engine(
         session.model,
         batch=next_power_of_two(len(rows)),

@@ -60,6 +60,7 @@ class Engine:
         config = CacheConfig() if cache_config is None else cache_config
         if config.stream is not None and config.stream.moves:  # positions stay small for ever
             limit = 2**31 - 1
+        self.limit = limit
         need(
             0 < max_model_len <= limit,
             "max_model_len",
@@ -108,7 +109,7 @@ class Engine:
                 f"1 to {self.max_model_len - 1} tokens (max_model_len is {self.max_model_len})",
                 f"{len(prompt)} tokens",
                 "Raise max_model_len or shorten the prompt."
-                if self.max_model_len < self.model.config.max_position_embeddings
+                if self.max_model_len < self.limit
                 else "Shorten the prompt: this is the model's limit.",
             )
             bad = [t for t in prompt if not 0 <= t < self.model.config.vocab_size]
@@ -289,7 +290,7 @@ def generate(
     """
     prompts = _prompts(model, tokens, lengths, mask)
     if max_model_len is None:
-        max_model_len = default_max_model_len(model, prompts, max_tokens)
+        max_model_len = default_max_model_len(model, prompts, max_tokens, cache_config)
     sampling = [
         SamplingParams(temperature, top_k, top_p, min_p, (seed + row) % 2**32)
         for row in range(len(prompts))
@@ -315,12 +316,18 @@ def with_room(config: CacheConfig | None, max_tokens: int) -> CacheConfig | None
 
 
 def default_max_model_len(
-    model: Transformer, prompts: Sequence[Sequence[int]], max_tokens: int
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    config: CacheConfig | None = None,
 ) -> int:
     """The power of two, at least 512, that holds the longest prompt and its answer, within the
     model's limit. Few sizes: each compiles once."""
     longest = max(map(len, prompts), default=0) + max_tokens
-    return min(model.config.max_position_embeddings, max(512, next_power_of_two(longest)))
+    room = max(512, next_power_of_two(longest))
+    if config is not None and config.stream is not None and config.stream.moves:
+        return room  # a stream does not end at the trained length
+    return min(model.config.max_position_embeddings, room)
 
 
 def next_power_of_two(n: int) -> int:

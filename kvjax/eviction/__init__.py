@@ -39,6 +39,7 @@ def parse(text: str) -> Policy | Streaming:
 
     Raises ValueError on unknown names and options, and on budgets that do not fit.
     """
+    need(isinstance(text, str), "evict", "text, such as snapkv:1024", text)
     head, *options = text.split("/")
     name, colon, budget = head.partition(":")
     known = [*POLICIES, Streaming.name]
@@ -49,6 +50,7 @@ def parse(text: str) -> Policy | Streaming:
     for option in options:
         field, equals, value = option.partition("=")
         need(bool(equals), f"evict {name}", "options as field=value", option)
+        need(field not in given, f"evict {name}", "each option once", option)
         given[field] = value
     if name == Streaming.name:
         return Streaming.parse(budget, **given)

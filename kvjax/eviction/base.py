@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+import re
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -54,7 +55,8 @@ class Budget(NamedTuple):
                 share = math.nan
             need(0 < share <= 1, "evict", "a share from 0% (excluded) to 100%", text)
             return cls(share=share)
-        need(text.isdigit() and int(text) > 0, "evict", "a budget as tokens (1024) or 25%", text)
+        ok = re.fullmatch(r"[0-9]{1,9}", text) is not None and int(text) > 0
+        need(ok, "evict", "a budget as tokens (1024) or 25%", text)
         return cls(tokens=int(text))
 
     def __str__(self) -> str:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax.checks import need
 from kvjax.eviction.base import Policy, Prompt
 
 
@@ -24,6 +25,10 @@ class Expected(Policy):
 
     name: ClassVar[str] = "expected"
     future: int = 512
+
+    def __post_init__(self):
+        super().__post_init__()
+        need(self.future > 0, "evict future", "an int > 0", self.future)
 
     def scores(self, prompt: Prompt) -> Float[Array, "B K T"]:
         mean, cov = query_statistics(prompt, skip=self.sinks)

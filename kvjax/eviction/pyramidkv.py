@@ -29,7 +29,7 @@ class PyramidKV(SnapKV):
 
     def __post_init__(self):
         super().__post_init__()
-        need(self.beta >= 1, "evict beta", "a number >= 1", self.beta)
+        need(1 <= self.beta < float("inf"), "evict beta", "a number >= 1", self.beta)
         need(isinstance(self.levels, int) and self.levels > 0, "evict levels", ">= 1", self.levels)
 
     def factors(self, layers: int) -> tuple[float, ...]:

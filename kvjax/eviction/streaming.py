@@ -39,7 +39,7 @@ class Streaming:
     @classmethod
     def parse(cls, budget: str, **options: str) -> Streaming:
         """`4+1020`. Raises ValueError on anything else."""
-        match = re.fullmatch(r"(\d+)\+(\d+)", budget)
+        match = re.fullmatch(r"([0-9]{1,9})\+([0-9]{1,9})", budget)
         need(match is not None, "evict streaming", "SINKS+RECENT, such as 4+1020", budget)
         assert match is not None
         for option in options:

@@ -16,7 +16,19 @@ SUPPORTED = [
 
 def spec_of(pair, *, page_size=128, head_dim=128, dtype=jnp.bfloat16):
     k, v = pair
-    return GroupSpec((0,), 2, head_dim, k, v, page_size, 4, 64, 1024, jnp.dtype(dtype))
+    return GroupSpec(
+        layers=(0,),
+        num_kv_heads=2,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        k_codec=k,
+        v_codec=v,
+        page_size=page_size,
+        sinks=4,
+        recent=64,
+        max_len=1024,
+        dtype=jnp.dtype(dtype),
+    )
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_page_slack_is_what_no_token_has_filled(tiny):
 def test_the_table_names_every_part(tiny, text):
     report = report_of(tiny(), text, tokens=100)
     table = format_report(report)
-    for word in [*report["bytes"], "page slack", text, "times smaller than bfloat16"]:
+    for word in [*report["bytes"], "page slack", text, "bfloat16 of the same capacity"]:
         assert word in table
     bits = report["effective_bits"]
     assert f"keys {text} {bits['k']:.3g} bits, values {text} {bits['v']:.3g} bits" in table

@@ -215,12 +215,17 @@ def test_refusals(tiny):
     config = config_of("snapkv", max_new=3)
     cache = model.init_cache(batch=1, max_len=160, config=config)
     _, cache = model(oracles.tokens_for(model, 1, 60), cache)
-    with pytest.raises(ValueError, match="max_new: expected room for rows of 28 tokens"):
+    with pytest.raises(ValueError, match="max_new: expected at least 4: rows would have 28 tokens"):
         model(oracles.tokens_for(model, 1, 4), cache)
     windows = tiny(
         num_layers=2, layer_types=("sliding_attention", "full_attention"), sliding_window=16
     )
     with pytest.raises(ValueError, match="evict: expected none with sliding windows"):
         windows.init_cache(batch=1, max_len=160, config=config)
+    for evict in ("streaming:4+20", "h2o:64"):
+        with pytest.raises(ValueError, match="sinks: expected None, as the policy names"):
+            CacheConfig(evict=evict, sinks=8)
+    with pytest.raises(ValueError, match="evict: expected text"):
+        CacheConfig(evict=5)
     with pytest.raises(ValueError, match="max_new: expected a positive int"):
         CacheConfig(evict="snapkv:100", max_new=0)

@@ -119,7 +119,7 @@ def test_rows_apart_and_memory(tiny):
 
 def test_refusals(tiny):
     model = tiny()
-    with pytest.raises(ValueError, match="evict: expected a policy that judges prompts only"):
+    with pytest.raises(ValueError, match="evict: expected raw keys and values"):
         model.init_cache(batch=1, max_len=50, config=CacheConfig("int8", "int8", evict="h2o:20"))
     cache = model.init_cache(batch=1, max_len=100, config=config_of(20))
     _, cache = model(oracles.tokens_for(model, 1, 30), cache)

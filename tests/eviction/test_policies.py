@@ -216,6 +216,11 @@ def test_scoring_memory_is_linear(name):
         ("snapkv:100/pool=sum", "pool: expected one of"),
         ("observed:100/normalise=1", "normalise: expected true or false"),
         ("pyramidkv:100/beta=0.5", "beta: expected a number >= 1"),
+        ("snapkv:²", "a budget as tokens"),
+        ("snapkv:99999999999", "a budget as tokens"),
+        ("snapkv:100/window=8/window=9", "expected each option once"),
+        ("expected:100/future=0", "future: expected an int > 0"),
+        ("pyramidkv:100/beta=inf", "beta: expected a number >= 1"),
         ("knorm:100/sinks=-1", "sinks: expected an int >= 0"),
     ],
 )

@@ -142,12 +142,18 @@ def test_the_engine_streams(tiny):
     report = out.stats["cache"]
     assert report["evict"] == "streaming:4+40"
     assert report["codecs"][0]["rows"] == [44]
+    free = kvjax.generate(model, [prompt], max_tokens=400, cache_config=config)  # no max_model_len
+    assert len(free.tokens[0]) == 400
+    assert free.stats["cache"]["bf16_bytes"] == 2 * 2 * 2 * 2 * 32 * (150 + 399)
+    with pytest.raises(ValueError, match="Raise max_model_len"):
+        kvjax.generate(model, [prompt], max_model_len=100, cache_config=config)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("streaming:1024", "expected SINKS\\+RECENT"),
+        ("streaming:4+99999999999999", "expected SINKS"),
         ("streaming:4+0", "recent: expected an int > 0"),
         ("streaming:4+20/positions=here", "positions: expected one of"),
         ("streaming:4+20/window=3", "expected the option positions"),
