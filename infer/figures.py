@@ -72,14 +72,13 @@ def _need_matplotlib() -> None:
 def fates(at: np.ndarray, length: int, cache: Any) -> np.ndarray:
     """`[O, K, T]`: what became of each token, from the places `[O, K, C]` of those that stayed."""
     states = np.zeros((*at.shape[:2], length), np.int8)
-    owners = sorted(layer for group in cache.groups for layer in group.spec.layers)
     for group in cache.groups:
         spec = group.spec
         for layer in group.spec.layers:
-            o = owners.index(layer)
+            o = cache.owners.index(layer)
             for head, places in enumerate(at[o]):
                 rows = places[places < length]
-                pages = max(0, (rows.size - spec.sinks - spec.recent) // spec.page_size)
+                pages = int(spec.used_pages(np.asarray([rows.size]))[0])
                 sealed = slice(spec.sinks, spec.sinks + pages * spec.page_size)
                 states[o, head, rows] = EXACT
                 states[o, head, rows[sealed]] = SEALED

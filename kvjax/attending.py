@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import KVCache
 from kvjax.cache.attend import How
 from kvjax.cache.heavy import Scored
-from kvjax.cache.kv_cache import Kept, keep_of
+from kvjax.cache.kv_cache import Kept
 from kvjax.cache.latent import LatentChunk, dense_latent
 from kvjax.config import ModelConfig
 from kvjax.eviction import Prompt, select
@@ -144,7 +144,9 @@ class Prompted(Dense):
         policy = self.cache.policy
         assert policy is not None
         factors = policy.factors(len(self.owners))
-        counts = {f: keep_of(policy, f, self.lengths, longest) for f in dict.fromkeys(factors)}
+        counts = {
+            f: policy.keep(self.lengths, longest=longest, factor=f) for f in dict.fromkeys(factors)
+        }
         if len(counts) == 1:
             return counts[factors[0]]
         each = jnp.stack([counts[f] for f in factors])  # O B

@@ -104,10 +104,15 @@ class Chunk:
         B, A, K, G, H = self.q.shape
         return jnp.moveaxis(self.q, 1, 3).reshape(B, K, G * A, H)
 
+    @property
+    def tokens(self) -> Int[Array, "B A"]:
+        """Which tokens of their rows the queries are."""
+        at = jnp.arange(self.q.shape[1])[None] if self.at is None else self.at
+        return self.length[:, None] + at
+
     def within(self, tokens: Int[Array, "B S"], window: int) -> Bool[Array, "B 1 Q S"]:
         """Which cached tokens each query's window reaches."""
-        at = jnp.arange(self.q.shape[1])[None] if self.at is None else self.at
-        oldest = jnp.tile(self.length[:, None] + at, (1, self.q.shape[3])) - window  # B Q
+        oldest = jnp.tile(self.tokens, (1, self.q.shape[3])) - window  # B Q
         return (tokens[:, None] > oldest[:, :, None])[:, None]
 
 
@@ -179,9 +184,8 @@ def _as_near(spec: GroupSpec, chunk: Chunk) -> Float[Array, "B K Q H"]:
     """The chunk's queries, turned back to where a full stream has its newest token."""
     assert spec.stream is not None
     assert chunk.how.rope is not None
-    at = jnp.arange(chunk.q.shape[1])[None] if chunk.at is None else chunk.at
     full = jnp.maximum(chunk.length, spec.stream.sinks + spec.stream.recent)
-    beyond = jnp.maximum(0, chunk.length[:, None] + at - full[:, None])  # B A
+    beyond = jnp.maximum(0, chunk.tokens - full[:, None])  # B A
     cos, sin = (x / attention_factor(chunk.how.rope) for x in chunk.angles(beyond))
     B, A, K, G, H = chunk.q.shape
     turned = apply_rope(chunk.q.reshape(B, A, K * G, H), cos, -sin)

@@ -114,9 +114,8 @@ def group_specs(
         rows = max_len if kept is None else min(max_len, kept + room)
         made = _spec(model, config, k, v, window, members, rows, dtype)
         if heavy:
-            raw = k.name == v.name == "raw"
             need(
-                raw,
+                k.name == v.name == "raw",
                 "evict",
                 "raw keys and values, as single tokens leave its slots at every step",
                 f"{config.evict} with {codecs.name_of(k)}+{codecs.name_of(v)}",
@@ -163,6 +162,10 @@ def _spec(
     v_codec.check(head_dim=v_dim, page_size=config.page_size, role="v")
     raw = k_codec.name == v_codec.name == "raw"
     sinks = (0 if raw else 4) if config.sinks is None else config.sinks
+    if config.stream is not None:
+        sinks = min(config.stream.sinks, max_len)
+    elif window is not None:
+        sinks = 0  # a window leaves the first tokens behind
     return GroupSpec(
         layers=tuple(members),
         num_kv_heads=heads,
@@ -170,12 +173,7 @@ def _spec(
         k_codec=k_codec,
         v_codec=v_codec,
         page_size=config.page_size,
-        # a window leaves the first tokens behind, a stream does not
-        sinks=min(config.stream.sinks, max_len)
-        if config.stream
-        else sinks
-        if window is None
-        else 0,
+        sinks=sinks,
         recent=(0 if raw else 64) if config.recent is None else config.recent,
         max_len=max_len,
         dtype=jnp.dtype(dtype),

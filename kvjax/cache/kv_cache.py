@@ -89,6 +89,16 @@ class KVCache:
         return self.length.shape[0]
 
     @property
+    def owners(self) -> tuple[int, ...]:
+        """The layers that have keys and values here, in order."""
+        return tuple(sorted(layer for group in self.groups for layer in group.spec.layers))
+
+    def _among_owners(self, group: LayerGroup) -> tuple[int, ...]:
+        """Which of the owners are the group's layers."""
+        owners = self.owners
+        return tuple(owners.index(layer) for layer in group.spec.layers)
+
+    @property
     def start(self) -> Int[Array, "B"]:
         """The position, as RoPE sees it, of each row's next token."""
         return self.length - self.groups[0].spec.shift(self.length)
@@ -197,10 +207,9 @@ class KVCache:
         k, v: of the O layers that own keys and values, in order. A row must not grow past
         `max_len`: callers check that, what would lie past it is dropped.
         """
-        owners = sorted(layer for group in self.groups for layer in group.spec.layers)
 
         def appended(group: LayerGroup) -> LayerGroup:
-            mine = tuple(owners.index(layer) for layer in group.spec.layers)
+            mine = self._among_owners(group)
             if group.spec.heavy:
                 assert self.policy is not None
                 fresh = jax.tree.map(lambda x: _take(x, mine), k)
@@ -216,13 +225,13 @@ class KVCache:
         self, kept: Kept, v: Float[Array, "O B C K R"], *, lengths: Int[Array, "B"]
     ) -> KVCache:
         """The cache of prompts of these lengths, of which the owners kept some tokens."""
-        assert self.policy is not None
-        owners = sorted(layer for group in self.groups for layer in group.spec.layers)
-        factors = self.policy.factors(len(owners))
+        policy = self.policy
+        assert policy is not None
+        factors = policy.factors(len(self.owners))
 
         def filled(group: LayerGroup) -> LayerGroup:
-            mine = tuple(owners.index(layer) for layer in group.spec.layers)
-            keep = keep_of(self.policy, factors[mine[0]], lengths, kept.length)
+            mine = self._among_owners(group)
+            keep = policy.keep(lengths, longest=kept.length, factor=factors[mine[0]])
             C = min(group.spec.kept or 0, kept.k.shape[2])
             own = _take(kept.k, mine)[:, :, :C], _take(v, mine)[:, :, :C]
             if group.spec.heavy:
@@ -253,15 +262,6 @@ class Kept:
     at: Int[Array, "*O B K C"]
     scores: Float[Array, "*O B K C"]
     length: int = dataclasses.field(metadata={"static": True})  # of the call, padding included
-
-
-def keep_of(
-    policy: Policy | None, factor: float, lengths: Int[Array, "B"], longest: int
-) -> Int[Array, "B"]:
-    """How many tokens of each row stay, from a table of all lengths up to `longest`."""
-    assert policy is not None
-    table = np.asarray([policy.kept(n, factor) for n in range(longest + 1)], np.int32)
-    return jnp.asarray(table)[lengths]
 
 
 def _take(x: Array, index: tuple[int, ...]) -> Array:

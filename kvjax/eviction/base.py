@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
 import re
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.checks import need
@@ -122,6 +124,17 @@ class Policy(abc.ABC):
             return length
         mean = max(total, self.protected + 1)
         return min(length, self.protected + math.floor(factor * (mean - self.protected) + 1e-9))
+
+    def keep(
+        self, lengths: Int[Array, "B"], *, longest: int, factor: float = 1.0
+    ) -> Int[Array, "B"]:
+        """`kept` of traced lengths, from a table of all up to `longest`."""
+        return jnp.asarray(_kept_table(self, longest, factor))[lengths]
+
+
+@functools.lru_cache(maxsize=64)  # every layer asks, and it has an entry for each length
+def _kept_table(policy: Policy, longest: int, factor: float) -> np.ndarray:
+    return np.asarray([policy.kept(n, factor) for n in range(longest + 1)], np.int32)
 
 
 def describe(policy: Policy) -> str:
