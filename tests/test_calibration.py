@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
+import programs
 import pytest
 
 from kvjax import CacheConfig, calibration
 from kvjax.checkpoints.load import load
 from kvjax.codecs.base import Codec
 
-ROOT = Path(__file__).parents[1]
-GOLDEN = ROOT / "tests/data/goldens/llama"
+GOLDEN = programs.ROOT / "tests/data/goldens/llama"
 CONFIG = CacheConfig.parse("kvquant3", page_size=32, sinks=4, recent=8)
 
 
@@ -257,10 +255,7 @@ def test_calibrated_beats_another_models_arrays(tiny):
 @pytest.fixture(scope="module")
 def program():
     """The main function of infer/calibrate.py."""
-    spec = importlib.util.spec_from_file_location("calibrate", ROOT / "infer/calibrate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
+    return programs.load("infer/calibrate.py").main
 
 
 def test_program(program, tmp_path, capsys, monkeypatch):

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import jax
 import numpy as np
+import programs
 import pytest
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def foreign():
-    spec = importlib.util.spec_from_file_location("foreign", ROOT / "infer/foreign_model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return programs.load("infer/foreign_model.py")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

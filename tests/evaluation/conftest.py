@@ -1,6 +1,4 @@
-import importlib.util
-from pathlib import Path
-
+import programs
 import pytest
 
 
@@ -19,8 +17,4 @@ def letters():
 @pytest.fixture(scope="session")
 def program():
     """infer/quality.py as a module."""
-    path = Path(__file__).parents[2] / "infer/quality.py"
-    spec = importlib.util.spec_from_file_location("quality_program", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return programs.load("infer/quality.py")
