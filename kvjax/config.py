@@ -38,6 +38,9 @@ __all__ = [
     "to_dict",
 ]
 
+#: `CacheConfig.kernel`
+KERNELS = ("auto", "xla", "gpu", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x")
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
@@ -52,7 +55,8 @@ class CacheConfig:
     mla_rope_bits: bits of a cached rotated key of latent attention (2 to 8); None: exact.
     evict: which tokens stay (`kvjax.eviction`); None: all. `POLICY:BUDGET` judges a prompt, which
     the first call then takes whole; `streaming:SINKS+RECENT` bounds the cache for ever. max_new:
-    with a policy, tokens that fit after the prompt.
+    with a policy, tokens that fit after the prompt. kernel: what reads sealed pages
+    (`kvjax.cache.kernel`): "auto", "xla", "gpu", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x".
     """
 
     k: str = "raw"
@@ -65,6 +69,7 @@ class CacheConfig:
     mla_rope_bits: int | None = None
     evict: str | None = None
     max_new: int = 256
+    kernel: str = "auto"
 
     def __post_init__(self):
         if self.evict is not None:
@@ -75,6 +80,7 @@ class CacheConfig:
             "a positive int",
             self.max_new,
         )
+        need(self.kernel in KERNELS, "kernel", f"one of {KERNELS}", self.kernel)
         bits = self.mla_rope_bits
         ok = bits is None or (isinstance(bits, int) and 2 <= bits <= 8)
         need(ok, "mla_rope_bits", "an int from 2 to 8 or None", bits)

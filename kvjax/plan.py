@@ -15,7 +15,8 @@ are E = kept slots, no pages, and 8 n B K E bytes of positions and scores.
 
 With a window of W, M is at most ceil((W - 1 - recent) / page_size) and sinks is 0; if W - 1 is at
 most recent + page_size, M is 0 and E is W - 1. Of latent attention K is 1, H the latent and R the
-rotated key, whatever the number of heads.
+rotated key, whatever the number of heads. Pages of the TPU kernel are `PageFormat.page_bytes` each,
+keys and values together; what pads them counts as scales.
 """
 
 from __future__ import annotations
@@ -39,12 +40,16 @@ def cache_bytes(
         K, E = spec.num_kv_heads, spec.exact_slots
         pool = n * batch * M
         for codec, dim in ((spec.k_codec, spec.head_dim), (spec.v_codec, spec.v_head_dim)):
-            code, side = _page(spec, codec, dim)
-            parts["codes"] += pool * code
-            parts["scales"] += pool * side
+            if spec.packed is None:
+                code, side = _page(spec, codec, dim)
+                parts["codes"] += pool * code
+                parts["scales"] += pool * side
             parts["exact"] += n * batch * K * dim * E * spec.dtype.itemsize
             params = codec.param_shapes(num_kv_heads=K, head_dim=dim)
             parts["calibration"] += n * code_bytes(params)
+        if spec.packed is not None:
+            parts["codes"] += pool * (spec.packed.page_bytes - spec.packed.side_bytes)
+            parts["scales"] += pool * spec.packed.side_bytes
         parts["tables"] += 4 * n * batch * M
         if spec.heavy:  # positions and scores
             parts["tables"] += 8 * n * batch * K * E

@@ -79,6 +79,19 @@ class PageFormat:
     def page_bytes(self) -> int:
         return self.rows * LANES * 4
 
+    @property
+    def side_bytes(self) -> int:
+        """Of a page's bytes those that are no codes: the float16 numbers, and what pads the page."""
+        return self.page_bytes - self.side_row * LANES * 4
+
+    def bits(self) -> tuple[float, float]:
+        """Bits that a number of the keys and one of the values cost. Padding counts as values'."""
+        numbers = self.num_kv_heads * self.head_dim * LANES
+        k = 32 * self.key_rows * self.num_kv_heads * LANES + 16 * self.k.halves * (
+            self.num_kv_heads * LANES
+        )
+        return k / numbers, (8 * self.page_bytes - k) / numbers
+
     def pack(self, k: Leaves, v: Leaves) -> Int[Array, "*lead rows 128"]:
         """A page of the plain leaves of its codes, `[..., K, 128, H]` and the like."""
         heads = [self.k.pack(k, channels_first=True), *self._value_words(v)]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.packed import pack_page
 from kvjax.cache.spec import GroupSpec
 
 if TYPE_CHECKING:
@@ -62,7 +63,10 @@ def _seal(group: LayerGroup, k: Array, v: Array, length: Array, new: Array) -> L
 
         k_rows = jnp.swapaxes(group.k_exact, 3, 4)
         k_codes = encode(spec.k_codec, group.k_params, k_rows, k)
-        return pool.put(ids, k_codes, encode(spec.v_codec, group.v_params, group.v_exact, v))
+        v_codes = encode(spec.v_codec, group.v_params, group.v_exact, v)
+        if spec.packed is not None:
+            k_codes, v_codes = {"page": pack_page(spec.packed, spec, k_codes, v_codes)}, {}
+        return pool.put(ids, k_codes, v_codes)
 
     return dataclasses.replace(group, pool=jax.lax.fori_loop(0, ends[-1], seal_one, group.pool))
 

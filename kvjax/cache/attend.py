@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache import kernel
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codec, Codes, Params
 from kvjax.config import RopeConfig
@@ -61,7 +62,7 @@ class LayerView:
         """All pages are one row's, and are used where they lie."""
         pages = {leaf.shape[0] for leaf in jax.tree.leaves(self.k_pages)}
         in_place = self.spec.k_codec.in_place and self.spec.v_codec.in_place
-        in_place &= self.spec.window is None  # whose pages are few, and not in the tokens' order
+        in_place &= self.spec.kernel == "xla" and self.spec.window is None  # whose pages are few, and not in the tokens' order
         return in_place and self.table.shape[0] == 1 and pages == {self.table.shape[1]}
 
 
@@ -232,7 +233,8 @@ def _sealed_part(layer: LayerView, chunk: Chunk, others: Partial) -> Partial:
 def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array, "B"]) -> Partial:
     """The pages' part merged into the others, while they are read where values need no way back."""
     spec, k_codec, v_codec = layer.spec, layer.spec.k_codec, layer.spec.v_codec
-    q, dtype = chunk.rows, chunk.q.dtype
+    q, dtype = k_codec.prepare_query(chunk.rows, layer.k_params), chunk.q.dtype
+    plain = type(v_codec).finish_output is Codec.finish_output
 
     def decode_k(codes: Any, tokens: Int[Array, "S"]) -> Array:
         k_t = k_codec.decode_t(codes, layer.k_params, dtype)  # B n K H S
@@ -245,21 +247,29 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
             k_t = jnp.moveaxis(flat.reshape(k_t.shape), 3, 1)
         return k_t
 
-    plain = type(v_codec).finish_output is Codec.finish_output
-    part = paged_partial(
-        k_codec.prepare_query(q, layer.k_params).astype(dtype),
-        layer.k_pages,
-        layer.v_pages,
-        layer.table,
-        used,
-        decode_k=decode_k,
-        decode_v=lambda codes, tokens: v_codec.decode(codes, layer.v_params, dtype),
-        page_size=spec.page_size,
-        scale=chunk.how.scale,
-        softcap=chunk.how.softcap,
-        mask=pages_seen(spec, chunk),
-        start=others if plain else None,
-    )
+    def decode_v(codes: Any, tokens: Int[Array, "S"]) -> Array:
+        return v_codec.decode(codes, layer.v_params, dtype)
+
+    def tiles(q: Array, start: Partial | None) -> Partial:
+        return paged_partial(
+            q.astype(dtype),
+            layer.k_pages,
+            layer.v_pages if spec.packed is None else layer.k_pages,
+            layer.table,
+            used,
+            decode_k=decode_k if spec.packed is None else kernel.unpack_keys(spec.packed, dtype),
+            decode_v=decode_v if spec.packed is None else kernel.unpack_values(spec.packed, dtype),
+            page_size=spec.page_size,
+            scale=chunk.how.scale,
+            softcap=chunk.how.softcap,
+            mask=pages_seen(spec, chunk),
+            start=start,
+        )
+
+    if kernel.takes(spec, chunk):
+        part, plain = kernel.kernel_part(layer, chunk, q, tiles), False
+    else:
+        part = tiles(q, others if plain else None)
     if plain:
         return part
     acc = v_codec.finish_output(part.acc, layer.v_params).astype(jnp.float32)

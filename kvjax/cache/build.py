@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import codecs
+from kvjax.cache.kernel import with_kernel
 from kvjax.cache.kv_cache import KVCache, LayerGroup
 from kvjax.cache.latent import latent_codecs
 from kvjax.cache.pool import init_pool
@@ -122,7 +123,7 @@ def group_specs(
                 "Take snapkv, expected or observed with this codec, or h2o with raw.",
             )
             made = dataclasses.replace(made, heavy=True, sinks=0)
-        return dataclasses.replace(made, kept=kept)
+        return with_kernel(dataclasses.replace(made, kept=kept), config.kernel)
 
     return tuple(spec(*key, members) for key, members in layers.items())
 

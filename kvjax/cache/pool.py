@@ -17,12 +17,16 @@ from jaxtyping import Array, Int
 
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codec, Codes
+from pallas_kernels.codes.base import LANES
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Keys and values in blocks of n = slots / len(blocks) layers; leaves `[n P, K, ...]`."""
+    """Keys and values in blocks of n = slots / len(blocks) layers; leaves `[n P, K, ...]`.
+
+    With `GroupSpec.packed` keys and values are one leaf, `page [n P, rows, 128]`, among the keys.
+    """
 
     k: tuple[Codes, ...]
     v: tuple[Codes, ...]
@@ -84,5 +88,9 @@ def init_pool(spec: GroupSpec, *, batch: int, apart: bool) -> Pool:
             for _ in range(blocks)
         )
 
+    if spec.packed is not None:
+        shape = (slots // blocks * pages, spec.packed.rows, LANES)
+        k, v = ({"page": jnp.zeros(shape, jnp.int32)},) * blocks, ({},) * blocks
+        return Pool(k, v, slots=slots, pages=pages)
     k, v = of(spec.k_codec, spec.head_dim), of(spec.v_codec, spec.v_head_dim)
     return Pool(k, v, slots=slots, pages=pages)

@@ -41,7 +41,7 @@ def cache_report(cache: KVCache) -> dict[str, Any]:
     slack, lengths, kept = 0, np.asarray(cache.length), []
     for group in cache.groups:
         for pages in (*group.pool.k, *group.pool.v):
-            code, side = split_bytes(pages)
+            code, side = _split_pages(group.spec, pages)
             parts["codes"] += code
             parts["scales"] += side
         pool = _nbytes(group.pool)
@@ -95,10 +95,21 @@ def split_bytes(pages: Mapping[str, Any]) -> tuple[int, int]:
     return code, side
 
 
+def _split_pages(spec: GroupSpec, pages: Mapping[str, Any]) -> tuple[int, int]:
+    if spec.packed is None:
+        return split_bytes(pages)
+    total = _nbytes(pages)
+    side = total // spec.packed.page_bytes * spec.packed.side_bytes
+    return total - side, side
+
+
 def bits_of(
     codec: Codec, spec: GroupSpec, *, role: str = "k", dtype: Any = None
 ) -> tuple[float, float]:
     """Bits of a sealed number: (of its codes alone, with its scales and outliers)."""
+    if spec.packed is not None:
+        fmt, k = spec.packed, role == "k"
+        return float((fmt.k if k else fmt.v).bits), fmt.bits()[not k]
     dim = spec.head_dim if role == "k" else spec.v_head_dim
     shapes = codec.code_shapes(tokens=spec.page_size, head_dim=dim, dtype=dtype or spec.dtype)
     code, side = split_bytes(shapes)
@@ -164,14 +175,16 @@ def _describe(group: dict[str, Any]) -> str:
         tail = "" if group["k"] == group["v"] == "raw" else "; nothing is sealed: no codec is used"
         return f"{first}exact, the first {group['sinks']} and the last {last}{tail}"
     k, v = ("latents", "rotated keys") if group["latent"] else ("keys", "values")
+    reader = {"xla": "plain XLA", "tpu": "the TPU kernel", "gpu": "the GPU kernel"}[group["kernel"]]
+    why = f" ({group['why_xla']})" if group["why_xla"] else ""
     line = (
         f"{first}{k} {group['k']} {bits['k']:.3g} bits, {v} {group['v']} {bits['v']:.3g} bits;"
         f" exact: first {group['sinks']}, last {group['recent']} and a page of"
         f" {group['page_size']} that fills"
     )
-    if group["window"] is None:
-        return line
-    return f"{line}\n    a window of {group['window']}: {group['pages']} pages a row"
+    if group["window"] is not None:
+        line = f"{line}\n    a window of {group['window']}: {group['pages']} pages a row"
+    return f"{line}\n    read by {reader}{why}"
 
 
 def human(n: float) -> str:
@@ -195,6 +208,8 @@ def _group(spec: GroupSpec) -> dict[str, Any]:
         "pages": spec.pages_per_row,
         "latent": spec.latent,
         "slots": spec.max_len if spec.heavy else None,
+        "kernel": spec.kernel,
+        "why_xla": spec.why_xla,
         "effective_bits": mean_bits([spec]),
     }
 

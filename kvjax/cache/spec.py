@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.codecs.base import Codec
 from kvjax.eviction import Streaming
+from pallas_kernels.pages import PageFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,9 @@ class GroupSpec:
     stream: Streaming | None = None  # sinks stay whatever the window
     heavy: bool = False  # exact slots only, which single tokens take from each other
     kept: int | None = None  # tokens of a prompt that eviction leaves at most; None: all stay
+    kernel: str = "xla"  # what reads sealed pages: "xla", "tpu", "gpu" (`kvjax.cache.kernel`)
+    why_xla: str = ""  # why no kernel does
+    packed: PageFormat | None = None  # a page is one array in this form; None: the codecs' leaves
 
     @property
     def turns(self) -> bool:

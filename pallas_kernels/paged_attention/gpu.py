@@ -64,6 +64,11 @@ class Leaf:
         return [x, pages.get("scale", x), pages.get("low", x)]
 
 
+def available() -> bool:
+    """Whether jax-triton is here."""
+    return importlib.util.find_spec("jax_triton") is not None
+
+
 def unsupported(k: Leaf, v: Leaf, *, page_size: int) -> str:
     """Why the kernel does not take the leaves; empty when it does."""
     if k.fields != v.fields:
@@ -113,7 +118,7 @@ def paged_attention_gpu(
     reason = unsupported(k, v, page_size=page_size)
     if reason:
         raise NotImplementedError(f"paged_attention on GPU: {reason}")
-    if importlib.util.find_spec("jax_triton") is None:
+    if not available():
         raise NotImplementedError("paged_attention on GPU: needs jax-triton: kvjax[cuda].")
     import jax_triton
     import triton.language as tl

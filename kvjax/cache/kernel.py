@@ -1,0 +1,183 @@
+"""Which implementation reads a group's sealed pages, and the way to it.
+
+Chosen once, when a cache is made, because it decides what a page is: the TPU kernel wants a page of
+one int32 array (`pallas_kernels/pages.py`), plain XLA and the GPU kernel want the codec's own
+leaves. What is chosen is static, is shown by `cache_report`, and never changes silently later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.cache.gpu_leaf import gpu_leaf
+from kvjax.cache.packed import page_format
+from kvjax.cache.spec import GroupSpec
+from kvjax.codecs.base import Codes
+from kvjax.config import need
+from pallas_kernels.paged_attention import gpu, paged_attention
+from pallas_kernels.pages import PageFormat
+from pallas_kernels.softmax import Partial
+
+if TYPE_CHECKING:
+    from kvjax.cache.attend import Chunk, LayerView
+
+#: `CacheConfig.kernel`. A TPU's name makes that TPU's pages, also where no TPU is: there plain XLA
+#: reads them.
+TPU_GENERATIONS = {"tpu-v5e": 5, "tpu-v5p": 5, "tpu-v6e": 6, "tpu-7x": 7}
+#: Queries of all KV heads of a row up to which the kernels are called; a longer chunk is bound by
+#: its products, and plain XLA takes it tile by tile.
+MOST_QUERIES = 1024
+
+
+def with_kernel(spec: GroupSpec, wanted: str) -> GroupSpec:
+    """The spec with its implementation chosen. Raises ValueError, with the reason, where the one
+    asked for by name does not take the group."""
+    if not spec.pages_per_row:
+        return spec
+    if wanted == "auto":
+        return _auto(spec)
+    try:
+        if wanted in TPU_GENERATIONS:
+            return _tpu(spec, TPU_GENERATIONS[wanted])
+        return _gpu(spec) if wanted == "gpu" else spec
+    except NotImplementedError as error:
+        need(
+            False,
+            "kernel",
+            f"codecs and shapes that the {wanted} kernel takes",
+            f"layers {spec.layers[0]}-{spec.layers[-1]}: {error}",
+            "Take kernel='auto', or another codec.",
+        )
+        raise
+
+
+def _auto(spec: GroupSpec) -> GroupSpec:
+    platform = jax.default_backend()
+    if platform == "tpu":
+        try:
+            _need(spec.dtype == jnp.bfloat16, f"dtype: it multiplies bfloat16, got {spec.dtype}.")
+            return _tpu(spec, _generation())
+        except NotImplementedError as error:
+            return dataclasses.replace(spec, why_xla=str(error))
+    if platform == "gpu":
+        return dataclasses.replace(spec, why_xla="the GPU kernel is taken when asked for by name")
+    return dataclasses.replace(spec, why_xla=f"no kernel for {platform}")
+
+
+def _generation() -> int:
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.get_tpu_info().generation
+
+
+def _tpu(spec: GroupSpec, generation: int) -> GroupSpec:
+    _check(spec)
+    return dataclasses.replace(
+        spec, kernel="tpu", packed=page_format(spec, generation=generation)
+    )
+
+
+def _gpu(spec: GroupSpec) -> GroupSpec:
+    _check(spec)
+    _need(spec.window is None, "window: the GPU kernel has none.")
+    _need(gpu.available(), "it needs jax-triton: pip install kvjax[cuda].")
+    leaves = (gpu_leaf(spec.k_codec, spec.head_dim), gpu_leaf(spec.v_codec, spec.v_head_dim))
+    reason = gpu.unsupported(*leaves, page_size=spec.page_size)
+    _need(not reason, reason)
+    return dataclasses.replace(spec, kernel="gpu")
+
+
+def _check(spec: GroupSpec) -> None:
+    """Raises NotImplementedError on what no kernel takes."""
+    _need(not spec.latent, "latent attention: no kernel reads it yet.")
+    _need(not spec.turns, "keys before RoPE: no kernel turns them yet.")
+
+
+def _need(ok: bool, reason: str) -> None:
+    if not ok:
+        raise NotImplementedError(reason)
+
+
+def takes(spec: GroupSpec, chunk: Chunk) -> bool:
+    """Whether this call's queries go to the group's kernel."""
+    B, A, K, G, _ = chunk.q.shape
+    if spec.kernel == "xla" or K * G * A > MOST_QUERIES:
+        return False
+    if chunk.how.softcap is not None and spec.kernel == "gpu":
+        return False
+    return spec.window is None or chunk.at is None or A == 1  # else queries are not consecutive
+
+
+def kernel_part(
+    layer: LayerView,
+    chunk: Chunk,
+    q: Float[Array, "B K Q R"],
+    tiles: Callable[[Array, None], Partial],
+) -> Partial:
+    """Attention to the sealed pages by the kernel of the device that this is compiled for, or by
+    what stands in for it elsewhere; `acc` in the space of the values' codec.
+
+    q: prepared by the keys' codec. tiles: the same in plain XLA.
+    """
+    spec = layer.spec
+    if spec.kernel == "gpu":
+        return _gpu_part(layer, chunk, q, tiles)
+    used, positions, table = spec.used_pages(chunk.length), chunk.length, layer.table
+    if spec.window is not None:  # pages in the tokens' order, and where the chunk begins among them
+        first = spec.sealed_pages(chunk.length) - used
+        order = (first[:, None] + jnp.arange(spec.pages_per_row)[None]) % spec.pages_per_row
+        table = jnp.take_along_axis(table, order, axis=1)
+        positions = chunk.tokens[:, 0] - spec.sinks - first * spec.page_size
+
+    def by(implementation: str) -> Callable[..., Partial]:
+        return lambda q, pages, table, lengths, positions: paged_attention(
+            q,
+            pages,
+            table,
+            lengths,
+            positions=None if spec.window is None else positions,
+            fmt=spec.packed,
+            scale=chunk.how.scale,
+            queries=chunk.q.shape[1],
+            window=spec.window,
+            softcap=chunk.how.softcap,
+            implementation=implementation,
+        )
+
+    operands = (q, layer.k_pages["page"], table, used * spec.page_size, positions)
+    return jax.lax.platform_dependent(*operands, tpu=by("tpu"), default=by("xla"))
+
+
+def _gpu_part(layer: LayerView, chunk: Chunk, q: Array, tiles: Callable) -> Partial:
+    spec, used = layer.spec, layer.spec.used_pages(chunk.length)
+
+    def kernel(q: Array) -> Partial:
+        return gpu.paged_attention_gpu(
+            q,
+            layer.k_pages,
+            layer.v_pages,
+            layer.table,
+            used,
+            k=gpu_leaf(spec.k_codec, spec.head_dim),
+            v=gpu_leaf(spec.v_codec, spec.v_head_dim),
+            page_size=spec.page_size,
+            scale=chunk.how.scale,
+        )
+
+    return jax.lax.platform_dependent(q, cuda=kernel, default=lambda q: tiles(q, None))
+
+
+def unpack_keys(fmt: PageFormat, dtype: Any) -> Callable[[Codes, Array], Array]:
+    """`decode_k` of `paged_partial` for packed pages, in plain XLA."""
+    return lambda codes, tokens: jnp.swapaxes(fmt.unpack(codes["page"])[0], -1, -2).astype(dtype)
+
+
+def unpack_values(fmt: PageFormat, dtype: Any) -> Callable[[Codes, Array], Array]:
+    """`decode_v` likewise."""
+    return lambda codes, tokens: fmt.unpack(codes["page"])[1].astype(dtype)
