@@ -78,9 +78,7 @@ def _generation() -> int:
 
 def _tpu(spec: GroupSpec, generation: int) -> GroupSpec:
     _check(spec)
-    return dataclasses.replace(
-        spec, kernel="tpu", packed=page_format(spec, generation=generation)
-    )
+    return dataclasses.replace(spec, kernel="tpu", packed=page_format(spec, generation=generation))
 
 
 def _gpu(spec: GroupSpec) -> GroupSpec:

@@ -1,0 +1,122 @@
+"""Whole decode steps with the kernel in them, compiled by libtpu at the sizes of real models."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from kvjax import CacheConfig, ModelConfig, RopeConfig, Transformer
+from kvjax.cache import init_cache
+from pallas_kernels import aot
+
+pytestmark = [
+    pytest.mark.skipif(not aot.available(), reason="needs libtpu, of the extra kvjax[aot]"),
+    pytest.mark.usefixtures("libtpu_environment"),
+]
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+MODELS = {
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_layers": 28,
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "qk_norm": "head",
+        "tie_word_embeddings": True,
+        "rope": RopeConfig(theta=1e6),
+    },
+    "gemma-3-1b": {
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_layers": 26,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "head_dim": 256,
+        "qk_norm": "head",
+        "norm_placement": "sandwich",
+        "norm_type": "rms_offset",
+        "hidden_act": "gelu_tanh",
+        "tie_word_embeddings": True,
+        "rope": RopeConfig(theta=1e6),
+        "rope_local": RopeConfig(theta=1e4),
+        "sliding_window": 512,
+        "layer_types": tuple(FULL if i % 6 == 5 else SLIDING for i in range(26)),
+        "embedding_scale": 1152**0.5,
+    },
+    "llama-3-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_layers": 32,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "rope": RopeConfig(theta=5e5),
+    },
+}
+GIB = 2**30
+
+
+def compiled(name, chip, codec, *, batch=8, tokens=8192, **fields):
+    """(the compiled step, its cache's shapes)."""
+    config = ModelConfig(**MODELS[name] | {"max_position_embeddings": tokens} | fields)
+
+    def make():
+        return Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16", form="stacked")
+
+    graphdef, state = nnx.split(nnx.eval_shape(make))
+    cache_config = CacheConfig(k=codec, v=codec, kernel=f"tpu-{chip}")
+
+    def empty():
+        return init_cache(
+            config, batch=batch, max_len=tokens, config=cache_config, dtype="bfloat16"
+        )
+
+    def step(state, tokens, cache):
+        model = nnx.merge(graphdef, state)
+        x, cache = model.hidden(tokens, cache, jnp.ones((batch,), jnp.int32))
+        return jnp.argmax(model.logits(x[:, -1]), axis=-1), cache
+
+    cache = jax.eval_shape(empty)
+    token = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+    return aot.compile_for(chip, step, state, token, cache, donate_argnums=2), cache
+
+
+def assert_decodes_in_place(step, cache, *, memory):
+    text, used = step.as_text(), step.memory_analysis()
+    assert 'custom_call_target="tpu_custom_call"' in text
+    for leaf in jax.tree.leaves([group.pool for group in cache.groups]):
+        shape = ",".join(map(str, leaf.shape))
+        assert not re.search(rf"\[{shape}\]\S* copy", text)
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    assert used.alias_size_in_bytes >= held  # written in place
+    assert used.temp_size_in_bytes < 2**25
+    total = used.argument_size_in_bytes + used.temp_size_in_bytes
+    assert total + used.output_size_in_bytes - used.alias_size_in_bytes < memory
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [("qwen3-0.6b", "turboquant4"), pytest.param("gemma-3-1b", "int8")],
+)
+def test_decode_on_a_v5e(name, codec):
+    assert_decodes_in_place(*compiled(name, "v5e", codec), memory=15.75 * GIB)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["raw", "int8", "int4", "turboquant4", "kivi4"])
+def test_llama_on_a_v6e(codec):
+    """Its weights alone fill a v5e; here 8 rows of 8,192 tokens lie beside them."""
+    assert_decodes_in_place(*compiled("llama-3-8b", "v6e", codec), memory=31.25 * GIB)
+
+
+@pytest.mark.slow
+def test_half_of_llama_on_a_v5e():
+    step, cache = compiled("llama-3-8b", "v5e", "int4", num_layers=16)
+    assert_decodes_in_place(step, cache, memory=15.75 * GIB)
