@@ -81,7 +81,7 @@ class PageFormat:
 
     @property
     def side_bytes(self) -> int:
-        """Of a page's bytes those that are no codes: the float16 numbers, and what pads the page."""
+        """Of a page's bytes those that are no codes: float16 numbers, and what pads the page."""
         return self.page_bytes - self.side_row * LANES * 4
 
     def bits(self) -> tuple[float, float]:

@@ -104,7 +104,7 @@ def _need(ok: bool, reason: str) -> None:
 
 def takes(spec: GroupSpec, chunk: Chunk) -> bool:
     """Whether this call's queries go to the group's kernel."""
-    B, A, K, G, _ = chunk.q.shape
+    _, A, K, G, _ = chunk.q.shape
     if spec.kernel == "xla" or K * G * A > MOST_QUERIES:
         return False
     if chunk.how.softcap is not None and spec.kernel == "gpu":
@@ -123,8 +123,8 @@ def kernel_part(
 
     q: prepared by the keys' codec. tiles: the same in plain XLA.
     """
-    spec = layer.spec
-    if spec.kernel == "gpu":
+    spec, fmt = layer.spec, layer.spec.packed
+    if fmt is None:
         return _gpu_part(layer, chunk, q, tiles)
     used, positions, table = spec.used_pages(chunk.length), chunk.length, layer.table
     if spec.window is not None:  # pages in the tokens' order, and where the chunk begins among them
@@ -140,7 +140,7 @@ def kernel_part(
             table,
             lengths,
             positions=None if spec.window is None else positions,
-            fmt=spec.packed,
+            fmt=fmt,
             scale=chunk.how.scale,
             queries=chunk.q.shape[1],
             window=spec.window,

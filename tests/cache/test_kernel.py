@@ -158,7 +158,7 @@ def test_auto_takes_the_tpus_kernel_on_a_tpu(tiny, monkeypatch):
 
 def test_the_gpus_kernel_needs_jax_triton(tiny, monkeypatch):
     monkeypatch.setattr("pallas_kernels.paged_attention.gpu.available", lambda: False)
-    with pytest.raises(ValueError, match="kernel: .*kvjax\\[cuda\\]"):
+    with pytest.raises(ValueError, match=r"kernel: .*kvjax\[cuda\]"):
         tiny(**BASE).init_cache(
             batch=1, max_len=600, config=CacheConfig(k="int8", v="int8", kernel="gpu")
         )
