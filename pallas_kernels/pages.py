@@ -15,12 +15,26 @@ lie as keys do and the matrix unit transposes them: a third more pushes, and no 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import words as packing
 from pallas_kernels.codes.base import LANES, Code, Leaves
+from pallas_kernels.codes.uniform import BFloat16
+
+
+class KeyPart(NamedTuple):
+    """A part of the keys: channels of the query that meet it, rows of words among a head's, and
+    the first of its float16 numbers."""
+
+    code: Code
+    start: int
+    stop: int
+    row: int
+    rows: int
+    side: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +51,25 @@ class PageFormat:
             raise ValueError(
                 f"v: {type(self.v).__name__} has no values of head_dim={self.head_dim}."
             )
+
+    @property
+    def query_width(self) -> int:
+        """Channels of a query, in the space of the keys."""
+        return self.k.width(self.head_dim)
+
+    @property
+    def key_parts(self) -> tuple[KeyPart, ...]:
+        """What a head's keys are made of."""
+        return (KeyPart(self.k, 0, self.query_width, 0, self.key_rows, 0),)
+
+    @property
+    def value_side(self) -> int:
+        """The first of the values' float16 numbers."""
+        return self.k.halves
+
+    def value_row(self, tile: int) -> int:
+        """The row, among a head's, at which a tile of its values begins."""
+        return self.key_rows + tile * self.value_tile_rows
 
     @property
     def values_channels_first(self) -> bool:
@@ -92,14 +125,22 @@ class PageFormat:
         )
         return k / numbers, (8 * self.page_bytes - k) / numbers
 
+    def keys_values(self, pages: Int[Array, "*lead rows 128"]) -> tuple[Array, Array]:
+        """What attention meets, float32: keys `[..., K, 128, D]`, values `[..., K, 128, H]`."""
+        return self.unpack(pages)
+
     def pack(self, k: Leaves, v: Leaves) -> Int[Array, "*lead rows 128"]:
         """A page of the plain leaves of its codes, `[..., K, 128, H]` and the like."""
         heads = [self.k.pack(k, channels_first=True), *self._value_words(v)]
-        words = jnp.concatenate(heads, axis=-2)  # ... K head_rows 128
+        sides = [s for s in (self.k.side(k), self.v.side(v)) if s is not None]
+        return self._page(jnp.concatenate(heads, axis=-2), sides)
+
+    def _page(self, words: Int[Array, "*lead K n 128"], sides: list[Array]) -> Array:
+        """The page of its heads' words and float16 numbers."""
         lead = words.shape[:-3]
         parts = [words.reshape(*lead, -1, LANES)]
         if self.side_pairs:
-            parts.append(self._side_words(k, v))
+            parts.append(_side_words(sides))
         page = jnp.concatenate(parts, axis=-2)
         return jnp.pad(page, [(0, 0)] * len(lead) + [(0, self.rows - page.shape[-2]), (0, 0)])
 
@@ -110,7 +151,9 @@ class PageFormat:
         for devices without a kernel."""
         lead, K = pages.shape[:-2], self.num_kv_heads
         words = pages[..., : self.side_row, :].reshape(*lead, K, self.head_rows, LANES)
-        k_side, v_side = self._sides(pages)
+        side, k_end = self._side(pages), self.k.halves
+        k_side = side[..., :k_end, :] if k_end else None
+        v_side = side[..., k_end : k_end + self.v.halves, :] if self.v.halves else None
         k = self.k.values(words[..., : self.key_rows, :], k_side, channels_first=True)
         v = words[..., self.key_rows :, :].reshape(*lead, K, self.value_tiles, -1, LANES)
         v = jnp.moveaxis(v, -3, -2).reshape(*lead, K, self.value_tile_rows, -1)
@@ -120,21 +163,99 @@ class PageFormat:
         words = self.v.pack(v, channels_first=self.values_channels_first)
         return [words[..., i : i + LANES] for i in range(0, words.shape[-1], LANES)]
 
-    def _side_words(self, k: Leaves, v: Leaves) -> Int[Array, "*lead r 128"]:
-        sides = [s for s in (self.k.side(k), self.v.side(v)) if s is not None]
-        halves = packing.half_bits(jnp.concatenate(sides, axis=-2))  # ... K n 128
-        halves = jnp.pad(halves, [(0, 0)] * (halves.ndim - 2) + [(0, halves.shape[-2] % 2), (0, 0)])
-        pairs = halves[..., ::2, :] | (halves[..., 1::2, :] << 16)
-        pairs = jnp.swapaxes(pairs, -2, -3)  # ... pair K 128
-        return pairs.reshape(*pairs.shape[:-3], -1, LANES)
-
-    def _sides(self, pages: Array) -> tuple[Array | None, Array | None]:
+    def _side(self, pages: Array) -> Float[Array, "*lead K n 128"]:
+        """The float16 numbers of each head."""
         lead, n, K = pages.shape[:-2], self.side_pairs, self.num_kv_heads
         pairs = pages[..., self.side_row : self.side_row + n * K, :].reshape(*lead, n, K, LANES)
         both = jnp.stack([packing.half_value(pairs), packing.half_value(pairs >> 16)], axis=-3)
-        halves = jnp.swapaxes(both.reshape(*lead, 2 * n, K, LANES), -2, -3)  # ... K 2n 128
-        k_end, v_end = self.k.halves, self.k.halves + self.v.halves
-        return (
-            halves[..., :k_end, :] if k_end else None,
-            halves[..., k_end:v_end, :] if v_end > k_end else None,
-        )
+        return jnp.swapaxes(both.reshape(*lead, 2 * n, K, LANES), -2, -3)
+
+
+def _side_words(sides: list[Float[Array, "*lead K n 128"]]) -> Int[Array, "*lead r 128"]:
+    halves = packing.half_bits(jnp.concatenate(sides, axis=-2))  # ... K n 128
+    halves = jnp.pad(halves, [(0, 0)] * (halves.ndim - 2) + [(0, halves.shape[-2] % 2), (0, 0)])
+    pairs = halves[..., ::2, :] | (halves[..., 1::2, :] << 16)
+    pairs = jnp.swapaxes(pairs, -2, -3)  # ... pair K 128
+    return pairs.reshape(*pairs.shape[:-3], -1, LANES)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentFormat(PageFormat):
+    """Pages of latent attention (DeepSeek-V2 2405.04434): one latent of C = `head_dim` channels a
+    token, which is key and value of all heads, and one rotated key of R = `rope_dim` channels.
+
+    k and v are the latent's code, `rope` that of the rotated keys. A head's rows: the latent's
+    words, channels down, then the rotated key's. A query is [its share for the latent, its R].
+    """
+
+    rope: Code = BFloat16()
+    rope_dim: int = 64
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_kv_heads != 1 or self.k != self.v:
+            raise ValueError(
+                "LatentFormat: expected one KV head, and one code for keys and values."
+            )
+        if self.k.width(self.head_dim) != self.head_dim:
+            raise ValueError(f"k: {type(self.k).__name__} gives no values.")
+
+    @property
+    def query_width(self) -> int:
+        return self.head_dim + self.rope.width(self.rope_dim)
+
+    @property
+    def key_parts(self) -> tuple[KeyPart, ...]:
+        C, rows = self.head_dim, self.key_rows
+        latent = KeyPart(self.k, 0, C, 0, rows, 0)
+        turned = self.rope.word_rows(self.rope.width(self.rope_dim))
+        return latent, KeyPart(self.rope, C, self.query_width, rows, turned, self.k.halves)
+
+    @property
+    def value_side(self) -> int:
+        return 0
+
+    def value_row(self, tile: int) -> int:
+        return 0
+
+    @property
+    def values_channels_first(self) -> bool:
+        return True
+
+    @property
+    def value_tile_rows(self) -> int:
+        return self.key_rows
+
+    @property
+    def head_rows(self) -> int:
+        return sum(part.rows for part in self.key_parts)
+
+    @property
+    def side_pairs(self) -> int:
+        return -(-(self.k.halves + self.rope.halves) // 2)
+
+    def bits(self) -> tuple[float, float]:
+        """Of a latent's number, and of a rotated key's, which has the padding."""
+        latent = 32 * self.key_rows + 16 * self.k.halves
+        return latent / self.head_dim, (8 * self.page_bytes / LANES - latent) / self.rope_dim
+
+    def pack(self, k: Leaves, v: Leaves) -> Int[Array, "*lead rows 128"]:
+        """k: leaves of the latents, `[..., 1, 128, C]`; v: of the rotated keys."""
+        parts = zip((self.k, self.rope), (k, v), strict=True)
+        words = [code.pack(leaves, channels_first=True) for code, leaves in parts]
+        sides = [s for s in (self.k.side(k), self.rope.side(v)) if s is not None]
+        return self._page(jnp.concatenate(words, axis=-2), sides)
+
+    def unpack(self, pages: Int[Array, "*lead rows 128"]) -> tuple[Array, Array]:
+        """Latents `[..., 1, 128, C]` and rotated keys `[..., 1, 128, R]`."""
+        side, out = self._side(pages), []
+        for part in self.key_parts:
+            words = pages[..., None, part.row : part.row + part.rows, :]
+            own = side[..., part.side : part.side + part.code.halves, :]
+            own = own if part.code.halves else None
+            out.append(part.code.values(words, own, channels_first=True))
+        return out[0], out[1]
+
+    def keys_values(self, pages: Int[Array, "*lead rows 128"]) -> tuple[Array, Array]:
+        latent, rope = self.unpack(pages)
+        return jnp.concatenate([latent, rope], axis=-1), latent

@@ -62,9 +62,8 @@ class LayerView:
         """All pages are one row's, and are used where they lie."""
         pages = {leaf.shape[0] for leaf in jax.tree.leaves(self.k_pages)}
         in_place = self.spec.k_codec.in_place and self.spec.v_codec.in_place
-        in_place &= (
-            self.spec.kernel == "xla" and self.spec.window is None
-        )  # whose pages are few, and not in the tokens' order
+        in_place &= self.spec.kernel == "xla"
+        in_place &= self.spec.window is None  # whose pages are few, and not in the tokens' order
         return in_place and self.table.shape[0] == 1 and pages == {self.table.shape[1]}
 
 

@@ -83,6 +83,7 @@ def _tpu(spec: GroupSpec, generation: int) -> GroupSpec:
 
 def _gpu(spec: GroupSpec) -> GroupSpec:
     _check(spec)
+    _need(not spec.latent, "latent attention: the GPU kernel does not read it.")
     _need(spec.window is None, "window: the GPU kernel has none.")
     _need(gpu.available(), "it needs jax-triton: pip install kvjax[cuda].")
     leaves = (gpu_leaf(spec.k_codec, spec.head_dim), gpu_leaf(spec.v_codec, spec.v_head_dim))
@@ -93,7 +94,6 @@ def _gpu(spec: GroupSpec) -> GroupSpec:
 
 def _check(spec: GroupSpec) -> None:
     """Raises NotImplementedError on what no kernel takes."""
-    _need(not spec.latent, "latent attention: no kernel reads it yet.")
     _need(not spec.turns, "keys before RoPE: no kernel turns them yet.")
 
 
@@ -116,12 +116,12 @@ def kernel_part(
     layer: LayerView,
     chunk: Chunk,
     q: Float[Array, "B K Q R"],
-    tiles: Callable[[Array, None], Partial],
+    tiles: Callable[[Array, None], Partial] | None = None,
 ) -> Partial:
     """Attention to the sealed pages by the kernel of the device that this is compiled for, or by
     what stands in for it elsewhere; `acc` in the space of the values' codec.
 
-    q: prepared by the keys' codec. tiles: the same in plain XLA.
+    q: prepared by the keys' codec. tiles: the same in plain XLA, for the GPU kernel.
     """
     spec, fmt = layer.spec, layer.spec.packed
     if fmt is None:
@@ -152,7 +152,8 @@ def kernel_part(
     return jax.lax.platform_dependent(*operands, tpu=by("tpu"), default=by("xla"))
 
 
-def _gpu_part(layer: LayerView, chunk: Chunk, q: Array, tiles: Callable) -> Partial:
+def _gpu_part(layer: LayerView, chunk: Chunk, q: Array, tiles: Callable | None) -> Partial:
+    assert tiles is not None
     spec, used = layer.spec, layer.spec.used_pages(chunk.length)
 
     def kernel(q: Array) -> Partial:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import codecs
+from kvjax.cache import kernel
 from kvjax.cache.attend import Chunk, How, LayerView, chunk_part, exact_seen, pages_seen
 from kvjax.codecs.base import Codec
 from kvjax.config import need
@@ -148,12 +149,18 @@ def _paged_part(layer: LayerView, chunk: LatentChunk, plain: Chunk) -> Partial:
 
     def parts(codes: Any) -> tuple[Array, Array]:
         """Latents and rotated keys of a tile, in their codecs' spaces: [B, n, 1, S, ...]."""
+        if spec.packed is not None:
+            latent, turned = spec.packed.unpack(codes[0]["page"])
+            return latent.astype(dtype), turned.astype(dtype)
         return codec.decode(codes[0], params, dtype), rope.decode(codes[1], rope_params, dtype)
 
     if _absorbed(chunk):
         q_latent = codec.prepare_query(q[..., :C], params)
         q_rope = rope.prepare_query(q[..., C:], rope_params)
         q = jnp.concatenate([q_latent.astype(dtype), q_rope.astype(dtype)], axis=-1)
+        if kernel.takes(spec, plain):
+            part = kernel.kernel_part(layer, plain, q)
+            return part._replace(acc=codec.finish_output(part.acc, params).astype(jnp.float32))
 
         def tile(codes: Any) -> tuple[Array, Array]:
             latent, k_rope = parts(codes)

@@ -8,6 +8,7 @@ the output stay the codecs' business: `prepare_query` before the kernel, `finish
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
@@ -23,7 +24,7 @@ from kvjax.codecs.qjl import QjlKey
 from kvjax.codecs.raw import Raw, RawKey
 from kvjax.codecs.turboquant import TurboQuant
 from pallas_kernels import codes as tiles
-from pallas_kernels.pages import PageFormat
+from pallas_kernels.pages import LatentFormat, PageFormat
 
 TOKENS = tiles.LANES
 
@@ -38,19 +39,21 @@ def page_format(spec: GroupSpec, *, generation: int) -> PageFormat:
             f"page_size: TPU kernels need {TOKENS} tokens a page, got {spec.page_size}."
         )
     k, v = (
-        tiles.for_generation(tile_code(codec, spec), generation)
-        for codec in (spec.k_codec, spec.v_codec)
+        tiles.for_generation(tile_code(codec, spec, dim), generation)
+        for codec, dim in ((spec.k_codec, spec.head_dim), (spec.v_codec, spec.v_head_dim))
     )
+    if spec.latent:  # keys and values are one latent, whose codec is the keys'
+        return LatentFormat(k, k, 1, spec.head_dim, rope=v, rope_dim=spec.v_head_dim)
     return PageFormat(k, v, spec.num_kv_heads, spec.head_dim)
 
 
-def tile_code(codec: Codec, spec: GroupSpec) -> tiles.Code:
-    """What the kernels call a codec. Raises NotImplementedError with the reason."""
+def tile_code(codec: Codec, spec: GroupSpec, dim: int) -> tiles.Code:
+    """What the kernels call a codec of `dim` channels. Raises NotImplementedError with the reason."""
     if type(codec) not in _KNOWN:
         raise NotImplementedError(f"{codec.name}: no TPU kernel reads this codec yet.")
     if getattr(codec, "scale_dtype", "float16") != "float16":
         raise NotImplementedError(f"{codec.name}: kernels read float16 scales only, got {codec}.")
-    code = _KNOWN[type(codec)][0](codec, spec)
+    code = _KNOWN[type(codec)][0](codec, spec.dtype, dim)
     if code is None:
         raise NotImplementedError(f"{codec.name}: no TPU kernel reads {codec!r}.")
     return code
@@ -65,16 +68,16 @@ def pack_page(fmt: PageFormat, spec: GroupSpec, k: Codes, v: Codes) -> Int32[Arr
     return fmt.pack(k_leaves, v_leaves)
 
 
-def _raw_code(codec: Raw | RawKey, spec: GroupSpec) -> tiles.Code | None:
-    own = getattr(codec, "dtype", None) or spec.dtype
+def _raw_code(codec: Raw | RawKey, dtype: Any, dim: int) -> tiles.Code | None:
+    own = getattr(codec, "dtype", None) or dtype
     return tiles.BFloat16() if jnp.dtype(own) == jnp.bfloat16 else None
 
 
-def _int_code(codec: Int, spec: GroupSpec) -> tiles.Code | None:
+def _int_code(codec: Int, dtype: Any, dim: int) -> tiles.Code | None:
     if codec.bits not in (2, 4, 8):
         return None
     kind = tiles.Symmetric if codec.symmetric else tiles.Asymmetric
-    return kind(codec.bits, groups=spec.head_dim // (codec.group or spec.head_dim))
+    return kind(codec.bits, groups=dim // (codec.group or dim))
 
 
 def _int_leaves(codec: Int, codes: Codes) -> Codes:
@@ -82,17 +85,17 @@ def _int_leaves(codec: Int, codes: Codes) -> Codes:
     return codes | {"q": q - codec._zero if codec.symmetric else q}
 
 
-def _fp8_code(codec: Fp8, spec: GroupSpec) -> tiles.Code:
+def _fp8_code(codec: Fp8, dtype: Any, dim: int) -> tiles.Code:
     return tiles.Float8(format={"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[codec.format])
 
 
-def _kivi_key_code(codec: KiviKey, spec: GroupSpec) -> tiles.Code | None:
+def _kivi_key_code(codec: KiviKey, dtype: Any, dim: int) -> tiles.Code | None:
     fits = codec.bits in (2, 4, 8) and TOKENS % codec.group == 0
     return tiles.KiviKey(codec.bits, span=codec.group) if fits else None
 
 
-def _kivi_value_code(codec: KiviValue, spec: GroupSpec) -> tiles.Code | None:
-    groups = spec.head_dim // codec.group
+def _kivi_value_code(codec: KiviValue, dtype: Any, dim: int) -> tiles.Code | None:
+    groups = dim // codec.group
     return tiles.Asymmetric(codec.bits, groups=groups) if codec.bits in (2, 4, 8) else None
 
 
@@ -100,17 +103,17 @@ def _words_leaves(codec: KiviKey | KiviValue | TurboQuant, codes: Codes) -> Code
     return codes | {"q": packing.unpack(codes["words"], codec.bits)}
 
 
-def _turboquant_code(codec: TurboQuant, spec: GroupSpec) -> tiles.Code | None:
+def _turboquant_code(codec: TurboQuant, dtype: Any, dim: int) -> tiles.Code | None:
     if codec.bits not in (2, 3, 4):
         return None
     return tiles.Codebook(codec.bits, table=lloyd_max(codec.bits))
 
 
-def _qjl_code(codec: QjlKey, spec: GroupSpec) -> tiles.Code | None:
-    rows = codec.rows or 2 * spec.head_dim
+def _qjl_code(codec: QjlKey, dtype: Any, dim: int) -> tiles.Code | None:
+    rows = codec.rows or 2 * dim
     if not codec.num_outliers:
         return tiles.Signs(rows=rows)
-    same = (codec.outlier_rows or 2 * spec.head_dim) == rows
+    same = (codec.outlier_rows or 2 * dim) == rows
     return tiles.Signs(groups=2, rows=2 * rows) if same else None
 
 
@@ -124,7 +127,10 @@ def _qjl_leaves(codec: QjlKey, codes: Codes) -> Codes:
 _KNOWN: dict[type[Codec], tuple[Callable, Callable]] = {
     Raw: (_raw_code, lambda codec, codes: {"q": codes["x"]}),
     RawKey: (_raw_code, lambda codec, codes: {"q": jnp.swapaxes(codes["x"], -1, -2)}),
-    Int8: (lambda codec, spec: tiles.Symmetric(8), lambda codec, codes: codes | {"q": codes["x"]}),
+    Int8: (
+        lambda codec, dtype, dim: tiles.Symmetric(8),
+        lambda codec, codes: codes | {"q": codes["x"]},
+    ),
     Int: (_int_code, _int_leaves),
     Fp8: (_fp8_code, lambda codec, codes: codes | {"q": codes["x"]}),
     KiviKey: (_kivi_key_code, _words_leaves),

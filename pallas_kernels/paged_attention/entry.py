@@ -78,16 +78,17 @@ def choose(fmt: PageFormat, platform: str | None = None) -> str:
 
 def unsupported(fmt: PageFormat) -> str:
     """Why the TPU kernel does not take a format; empty when it does."""
-    if fmt.head_dim % 8:
-        return f"head_dim: needs a multiple of 8 (a register's rows), got {fmt.head_dim}."
+    for part in fmt.key_parts:
+        if (part.stop - part.start) % 8:
+            dim = part.stop - part.start
+            return f"head_dim: needs a multiple of 8 (a register's rows), got {dim}."
     return ""
 
 
 def _check(q, pages, table, lengths, *, fmt, queries, window, positions) -> None:
     B, K, Q, D = q.shape
     _need(fmt.num_kv_heads == K, "q: KV heads", fmt.num_kv_heads, K)
-    width = fmt.k.width(fmt.head_dim)
-    _need(width == D, "q: channels", width, D)
+    _need(fmt.query_width == D, "q: channels", fmt.query_width, D)
     _need(pages.shape[1:] == (fmt.rows, 128), "pages", ("P", fmt.rows, 128), pages.shape)
     _need(pages.dtype == jnp.int32, "pages: dtype", "int32", pages.dtype)
     _need(table.shape[0] == B and lengths.shape == (B,), "table, lengths: rows", B, lengths.shape)

@@ -35,7 +35,7 @@ def paged_attention_xla(
     def body(m, part):
         ids = jax.lax.dynamic_index_in_dim(table, m, axis=1, keepdims=False)
         inside = (ids >= 0) & (ids < pages.shape[0]) & (m * LANES < lengths)
-        k, v = fmt.unpack(pages[jnp.where(inside, ids, 0)])  # B K S D, B K S H
+        k, v = fmt.keys_values(pages[jnp.where(inside, ids, 0)])  # B K S D, B K S H
         token = m * LANES + jnp.arange(LANES)
         v = jnp.where((token[None] < lengths[:, None])[:, None, :, None], v, 0)
         s = jnp.einsum("bkqd,bksd->bkqs", q, k, precision="highest") * scale

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import words as packing
 from pallas_kernels.codes.base import LANES, ROWS_BY_LANES, fold, matmul
 from pallas_kernels.codes.uniform import BFloat16, Float8
-from pallas_kernels.pages import PageFormat
+from pallas_kernels.pages import KeyPart, PageFormat
 from pallas_kernels.softmax import MASKED
 
 #: Running maximum before any key. Above MASKED by so much that a masked score's weight is 0.
@@ -191,8 +192,7 @@ class Step:
     # --- reading a block --------------------------------------------------------------------------
 
     def _value_row(self, k: int, tile: int) -> int:
-        fmt = self.fmt
-        return k * fmt.head_rows + fmt.key_rows + tile * fmt.value_tile_rows
+        return k * self.fmt.head_rows + self.fmt.value_row(tile)
 
     def _across(self, slot, row: int, rows: int) -> Int[Array, "rows S"]:
         """Rows of all pages of a block, side by side."""
@@ -211,18 +211,23 @@ class Step:
     # --- stages -----------------------------------------------------------------------------------
 
     def scores(self, at: Cursor, slot) -> None:
-        o, fmt = self.o, self.fmt
-        side = self._side(slot, 0, fmt.k.halves)
+        o = self.o
+        parts = [(part, self._side(slot, part.side, part.code.halves)) for part in o.fmt.key_parts]
         out = []
         for k in range(self.K):
             q = self.q[at.row, k]
-            words = self._across(slot, k * fmt.head_rows, fmt.key_rows)
-            sums = _channel_sums(q, fmt.k.groups) if fmt.k.needs_sums else []
-            out.append(fmt.k.scores(q, sums, words, side[k], o.factor))
+            each = [self._part_scores(part, q, k, side[k], slot) for part, side in parts]
+            out.append(functools.reduce(operator.add, each))
         s = jnp.concatenate(out, axis=0)
         if o.softcap is not None:
             s = o.softcap * jnp.tanh(s * (1.0 / o.softcap))
         self.s[...] = s
+
+    def _part_scores(self, part: KeyPart, q, k: int, side: list[Array], slot) -> Array:
+        code, q = part.code, q[:, part.start : part.stop]
+        words = self._across(slot, k * self.fmt.head_rows + part.row, part.rows)
+        sums = _channel_sums(q, code.groups) if code.needs_sums else []
+        return code.scores(q, sums, words, side, self.o.factor)
 
     def softmax(self, at: Cursor) -> None:
         s = jnp.where(self._seen(at), self.s[...], MASKED)
@@ -253,7 +258,7 @@ class Step:
 
     def values(self, at: Cursor, slot) -> None:
         fmt, R = self.fmt, self.R
-        side = self._side(slot, fmt.k.halves, fmt.v.halves)
+        side = self._side(slot, fmt.value_side, fmt.v.halves)
         decay = self.decay[...]
         out, loose = [], []
         for k in range(self.K):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CacheConfig, cache_report
+from kvjax import CacheConfig, MLAConfig, cache_report
 from kvjax.cache import format_report
 from kvjax.plan import cache_bytes
 from kvjax.sharing import cla
@@ -24,6 +24,10 @@ KINDS = {
     "mqa": {"num_kv_heads": 1, "attn_logit_softcap": 5.0},
     "window": {"layer_types": (SLIDING, FULL), "sliding_window": 200},
     "cla2": {"num_layers": 4, **cla(4)},
+    "mla": {
+        "mla": MLAConfig(kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16),
+        "num_kv_heads": 4,
+    },
 }
 #: of the largest logit: queries and weights are rounded to bfloat16 by the kernel
 CLOSE = 0.02
@@ -53,6 +57,8 @@ def test_packed_pages_give_the_same_model(tiny, kind, form):
     # each chunk of 300 tokens goes tile by tile, those of 2 to the kernel's stand-in
     calls = [300, 300, 2, 2]
     config = {"k": "int8", "v": "int4", "recent": 8, "sinks": 2}
+    if kind == "mla":
+        config |= {"v": "int8", "mla_rope_bits": 8}
     expected, _ = run(model, CacheConfig(**config, kernel="xla"), tokens, calls)
     got, cache = run(model, CacheConfig(**config, kernel="tpu-v5e"), tokens, calls)
     assert {group.spec.kernel for group in cache.groups} == {"tpu"}
@@ -103,6 +109,19 @@ def test_a_prompt_that_was_evicted_from(tiny):
     got, cache = run(model, CacheConfig(**config, kernel="tpu-v5e"), tokens, [400, 1])
     assert cache.groups[0].spec.kernel == "tpu"
     assert np.abs(got - expected).max() < CLOSE * np.abs(expected).max()
+
+
+def test_bytes_of_packed_latents(tiny):
+    model = tiny(**BASE | KINDS["mla"], dtype="bfloat16")
+    config = CacheConfig(k="int8", v="int8", kernel="tpu-v6e", mla_rope_bits=8)
+    cache = model.init_cache(batch=2, max_len=1000, config=config)
+    plan = cache_bytes(model.config, batch=2, max_len=1000, config=config, dtype="bfloat16")
+    report = cache_report(cache)
+    assert plan == report["bytes"]
+    # 64 and 16 numbers of 8 bits, two float16 scales
+    used = 2 * 2 * cache.groups[0].spec.pages_per_row * 128 * (64 + 16 + 4)
+    padded = report["bytes"]["codes"] + report["bytes"]["scales"]
+    assert used <= padded < 1.2 * used
 
 
 @pytest.mark.parametrize("codec", ["int8", "turboquant3", "kivi2"])

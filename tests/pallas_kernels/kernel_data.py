@@ -20,7 +20,7 @@ from pallas_kernels.codes import (
     Smooth,
     Symmetric,
 )
-from pallas_kernels.pages import PageFormat
+from pallas_kernels.pages import LatentFormat, PageFormat
 
 HALF = (0.1284, 0.3880, 0.6568, 0.9423, 1.2562, 1.6181, 2.0690, 2.7326)
 BOOKS = {
@@ -154,17 +154,32 @@ def random_pool(name: str, *, K: int, H: int, B: int, M: int, seed: int = 0) -> 
     fmt = PageFormat(k_code, v_code, K, H)
     k = random_leaves(k_code, rng, (B * M, K), H, mean=0.0)
     v = random_leaves(v_code, rng, (B * M, K), H, mean=1.0)
-    spare = 3
-    ids = 1 + rng.permutation(B * M + spare)[: B * M]
-    pages = jnp.full((1 + B * M + spare, fmt.rows, 128), -1, jnp.int32).at[0].set(0)
+    return _scattered(fmt, k, v, k.values, v.values, rng, B)
+
+
+def latent_pool(name: str, *, C: int, R: int, B: int, M: int, rope: Code | None = None) -> Pool:
+    """The same of latents and rotated keys."""
+    rng = np.random.default_rng(0)
+    code = CODES[name][0]
+    fmt = LatentFormat(code, code, 1, C, rope=BFloat16() if rope is None else rope, rope_dim=R)
+    latent = random_leaves(code, rng, (B * M, 1), C, mean=0.3)
+    turned = random_leaves(fmt.rope, rng, (B * M, 1), R, mean=0.0)
+    keys = np.concatenate([latent.values, turned.values], axis=-1)
+    return _scattered(fmt, latent, turned, keys, latent.values, rng, B)
+
+
+def _scattered(fmt: PageFormat, k: Plain, v: Plain, keys, values, rng, B: int) -> Pool:
+    total, K, spare = keys.shape[0], fmt.num_kv_heads, 3
+    ids = 1 + rng.permutation(total + spare)[:total]
+    pages = jnp.full((1 + total + spare, fmt.rows, 128), -1, jnp.int32).at[0].set(0)
     pages = pages.at[ids].set(fmt.pack(k.leaves, v.leaves))
 
     def rows(x):
-        x = np.moveaxis(x.reshape(B, M, K, 128, -1), 1, 2)
-        return x.reshape(B, K, M * 128, -1)
+        x = np.moveaxis(x.reshape(B, -1, K, 128, x.shape[-1]), 1, 2)
+        return x.reshape(B, K, -1, x.shape[-1])
 
-    table = jnp.asarray(ids.reshape(B, M), jnp.int32)
-    return Pool(fmt, pages, table, rows(k.values), rows(v.values))
+    table = jnp.asarray(ids.reshape(B, -1), jnp.int32)
+    return Pool(fmt, pages, table, rows(keys), rows(values))
 
 
 def dense(q, k, v, seen, *, scale: float, softcap: float | None = None):

@@ -10,7 +10,7 @@ from kernel_data import CODES, all_codes
 from pallas_kernels import aot
 from pallas_kernels.codes import for_generation
 from pallas_kernels.paged_attention.tpu import paged_attention_tpu
-from pallas_kernels.pages import PageFormat
+from pallas_kernels.pages import LatentFormat, PageFormat
 
 pytestmark = [
     pytest.mark.skipif(not aot.available(), reason="needs libtpu, of the extra kvjax[aot]"),
@@ -27,8 +27,12 @@ def compiled(chip, name, shape, *, batch=8, tokens=8192, **options):
     K, Q, H = shape
     k_code, v_code = (for_generation(c, GENERATION[chip]) for c in CODES[name])
     fmt = PageFormat(k_code, v_code, K, H)
-    M = tokens // 128
-    q = jax.ShapeDtypeStruct((batch, K, Q, k_code.width(H)), jnp.bfloat16)
+    return compiled_format(chip, fmt, Q, batch=batch, tokens=tokens, **options)
+
+
+def compiled_format(chip, fmt, Q, *, batch=8, tokens=8192, **options):
+    K, H, M = fmt.num_kv_heads, fmt.head_dim, tokens // 128
+    q = jax.ShapeDtypeStruct((batch, K, Q, fmt.query_width), jnp.bfloat16)
     pages = jax.ShapeDtypeStruct((batch * M + 1, fmt.rows, 128), jnp.int32)
     table = jax.ShapeDtypeStruct((batch, M), jnp.int32)
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
@@ -56,6 +60,16 @@ def assert_reads_in_place(text, temporaries, pool):
 @pytest.mark.parametrize("name", all_codes(["int8", "int4"], skip="pairs"))
 def test_decode_at_real_sizes(name, model, chip):
     assert_reads_in_place(*compiled(chip, name, MODELS[model]))
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize(
+    "name", ["int8", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bf16", "int4-low"))]
+)
+def test_latents_of_deepseek_v3(name, chip):
+    code = for_generation(CODES[name][0], GENERATION[chip])
+    fmt = LatentFormat(code, code, 1, 512, rope_dim=64)
+    assert_reads_in_place(*compiled_format(chip, fmt, 128))
 
 
 @pytest.mark.parametrize("name", all_codes(skip="pairs"))

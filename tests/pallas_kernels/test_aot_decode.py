@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from kvjax import CacheConfig, ModelConfig, RopeConfig, Transformer
+from kvjax import CacheConfig, MLAConfig, ModelConfig, RopeConfig, Transformer
 from kvjax.cache import init_cache
 from pallas_kernels import aot
 
@@ -59,6 +59,23 @@ MODELS = {
         "head_dim": 128,
         "rope": RopeConfig(theta=5e5),
     },
+    "deepseek-v3": {  # its attention; the feed-forward of its first, dense layers
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_layers": 3,
+        "num_heads": 128,
+        "num_kv_heads": 128,
+        "head_dim": 192,
+        "rope_interleave": True,
+        "mla": MLAConfig(
+            q_lora_rank=1536,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+        ),
+    },
 }
 GIB = 2**30
 
@@ -96,14 +113,15 @@ def assert_decodes_in_place(step, cache, *, memory):
         assert not re.search(rf"\[{shape}\]\S* copy", text)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     assert used.alias_size_in_bytes >= held  # written in place
-    assert used.temp_size_in_bytes < 2**25
+    # with latents W_uk and W_uv of a layer, 16 MiB each, are laid out anew
+    assert used.temp_size_in_bytes < (2**27 if cache.groups[0].spec.latent else 2**25)
     total = used.argument_size_in_bytes + used.temp_size_in_bytes
     assert total + used.output_size_in_bytes - used.alias_size_in_bytes < memory
 
 
 @pytest.mark.parametrize(
     ("name", "codec"),
-    [("qwen3-0.6b", "turboquant4"), pytest.param("gemma-3-1b", "int8")],
+    [("qwen3-0.6b", "turboquant4"), ("gemma-3-1b", "int8"), ("deepseek-v3", "int8")],
 )
 def test_decode_on_a_v5e(name, codec):
     assert_decodes_in_place(*compiled(name, "v5e", codec), memory=15.75 * GIB)

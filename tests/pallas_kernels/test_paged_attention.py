@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_data import all_codes, dense, random_pool
+from kernel_data import all_codes, dense, latent_pool, random_pool
 
+from pallas_kernels.codes import Symmetric
 from pallas_kernels.paged_attention import check_table, choose, paged_attention
 from pallas_kernels.paged_attention.tpu import paged_attention_tpu
 from pallas_kernels.softmax import finish
@@ -54,6 +55,28 @@ def test_every_code(name):
     part = run(pool, q, lengths, scale=0.06)
     expected = dense(q, pool.k, pool.v, prefix(lengths, 384, 3), scale=0.06)
     assert_close(part, expected, 0.05)
+
+
+@pytest.mark.parametrize(
+    "name", ["bf16", "int8", "int4-low-pairs", pytest.param("turboquant4", marks=pytest.mark.slow)]
+)
+def test_latents(name):
+    """One latent as key and value, and a rotated key; 16 heads of 2 tokens as queries."""
+    pool = latent_pool(name, C=256, R=64, B=4, M=2)
+    lengths = [1, 129, 256, 0]
+    q = queries(pool, 32)
+    part = run(pool, q, lengths, scale=0.03)
+    expected = dense(q, pool.k, pool.v, prefix(lengths, 256, 32), scale=0.03)
+    assert_close(part, expected, 0.05)
+
+
+@pytest.mark.slow
+def test_latents_of_deepseek_with_coded_rotated_keys():
+    pool = latent_pool("int8", C=512, R=64, B=2, M=3, rope=Symmetric(8))
+    q, lengths = queries(pool, 128), [300, 384]
+    part = run(pool, q, lengths, scale=0.02, positions=jnp.asarray([290, 380]))
+    seen = prefix([291, 381], 384, 128)
+    assert_close(part, dense(q, pool.k, pool.v, seen, scale=0.02), 0.05)
 
 
 SHAPES = [(1, 256, 32), (8, 64, 1), (4, 96, 9), (3, 80, 2)]  # K, H, Q
