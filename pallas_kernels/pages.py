@@ -25,6 +25,10 @@ from pallas_kernels.codes.base import LANES, Code, Leaves
 from pallas_kernels.codes.uniform import BFloat16
 
 
+#: rotated keys as they are
+_EXACT = BFloat16()
+
+
 class KeyPart(NamedTuple):
     """A part of the keys: channels of the query that meet it, rows of words among a head's, and
     the first of its float16 numbers."""
@@ -188,7 +192,7 @@ class LatentFormat(PageFormat):
     words, channels down, then the rotated key's. A query is [its share for the latent, its R].
     """
 
-    rope: Code = BFloat16()
+    rope: Code = _EXACT
     rope_dim: int = 64
 
     def __post_init__(self):
@@ -251,8 +255,8 @@ class LatentFormat(PageFormat):
         side, out = self._side(pages), []
         for part in self.key_parts:
             words = pages[..., None, part.row : part.row + part.rows, :]
-            own = side[..., part.side : part.side + part.code.halves, :]
-            own = own if part.code.halves else None
+            has = part.code.halves
+            own = side[..., part.side : part.side + has, :] if has else None
             out.append(part.code.values(words, own, channels_first=True))
         return out[0], out[1]
 

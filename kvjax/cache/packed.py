@@ -48,7 +48,10 @@ def page_format(spec: GroupSpec, *, generation: int) -> PageFormat:
 
 
 def tile_code(codec: Codec, spec: GroupSpec, dim: int) -> tiles.Code:
-    """What the kernels call a codec of `dim` channels. Raises NotImplementedError with the reason."""
+    """What the kernels call a codec of `dim` channels.
+
+    Raises NotImplementedError with the reason.
+    """
     if type(codec) not in _KNOWN:
         raise NotImplementedError(f"{codec.name}: no TPU kernel reads this codec yet.")
     if getattr(codec, "scale_dtype", "float16") != "float16":
@@ -128,7 +131,7 @@ _KNOWN: dict[type[Codec], tuple[Callable, Callable]] = {
     Raw: (_raw_code, lambda codec, codes: {"q": codes["x"]}),
     RawKey: (_raw_code, lambda codec, codes: {"q": jnp.swapaxes(codes["x"], -1, -2)}),
     Int8: (
-        lambda codec, dtype, dim: tiles.Symmetric(8),
+        lambda *_: tiles.Symmetric(8),
         lambda codec, codes: codes | {"q": codes["x"]},
     ),
     Int: (_int_code, _int_leaves),
