@@ -24,7 +24,6 @@ from pallas_kernels import words as packing
 from pallas_kernels.codes.base import LANES, Code, Leaves
 from pallas_kernels.codes.uniform import BFloat16
 
-
 #: rotated keys as they are
 _EXACT = BFloat16()
 
