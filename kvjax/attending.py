@@ -21,6 +21,7 @@ from kvjax.eviction import Prompt, select
 from kvjax.layers.attention import KV
 from kvjax.layers.kinds import Place
 from kvjax.layers.mla import Up
+from kvjax.layers.retention import State, retain
 from kvjax.layers.rope import score_factor
 from pallas_kernels.flash_attention import causal_partial
 from pallas_kernels.softmax import finish, with_sinks
@@ -156,14 +157,54 @@ class Prompted(Dense):
         return each[jnp.asarray(ordinal)[self.place.index]]
 
 
+class Retained:
+    """Gated retention from a cache's state of the tokens before, or from nothing."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        place: Place,
+        lengths: Int[Array, "B"],
+        cache: KVCache | None = None,
+    ):
+        self.place, self.lengths, self.cache = place, lengths, cache
+        scale = config.attention_scale
+        self.scale = config.head_dim**-0.5 if scale is None else scale
+
+    def __call__(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T N H"],
+        log_decay: Float[Array, "B T N"],
+    ) -> tuple[Float[Array, "B A N H"], State]:
+        (B, T, N, H), at = q.shape, self.place.at
+        real = (jnp.arange(T)[None] < self.lengths[:, None])[..., None]  # B T 1
+        k = jnp.where(real[..., None], k.astype(jnp.float32) * self.scale, 0)
+        v = jnp.where(real[..., None], v, 0)
+        before = (
+            jnp.zeros((B, N, H, H), jnp.float32)
+            if self.cache is None
+            else self.cache.state_of(self.place.index)
+        )
+        out, state = retain(q, k, v, jnp.where(real, log_decay, 0), before)
+        if at is not None:
+            out = jnp.take_along_axis(out, at[..., None, None], axis=1)
+        return out, State(state)
+
+
 def attending(
     config: ModelConfig, lengths: Int[Array, "B"], cache: KVCache | None
 ) -> Callable[[Place], Any]:
     """The attention of each layer of a call."""
-    if cache is None:
-        dense = Dense if config.mla is None else DenseLatent
-        return lambda place: dense(config, place, lengths)
-    if cache.pending:
-        return lambda place: Prompted(config, place, lengths, cache)
-    cached = Cached if config.mla is None else CachedLatent
-    return lambda place: cached(config, place, lengths, cache)
+
+    def attend(place: Place) -> Any:
+        if place.kind.retention:
+            return Retained(config, place, lengths, cache)
+        if cache is None:
+            return (Dense if config.mla is None else DenseLatent)(config, place, lengths)
+        if cache.pending:
+            return Prompted(config, place, lengths, cache)
+        return (Cached if config.mla is None else CachedLatent)(config, place, lengths, cache)
+
+    return attend

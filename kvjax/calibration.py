@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvjax.attending import Dense
+from kvjax.attending import Dense, Retained
 from kvjax.cache.build import Calibration, group_specs
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs import calibrate as files
@@ -165,18 +165,18 @@ def needs_calibration(model: ModelConfig, config: CacheConfig) -> bool:
 
 
 def _by_layer(model: Transformer, config: CacheConfig) -> tuple[GroupSpec, ...]:
-    """The spec of each layer's cache; layers that share have the owner's."""
-    specs = group_specs(model.config, max_len=1, config=config, dtype=model.dtype)
+    """The spec of each layer's cache; readers have the owner's, layers without tokens any one."""
+    c = model.config
+    specs = group_specs(c, max_len=1, config=config, dtype=model.dtype)
     of = {layer: spec for spec in specs for layer in spec.layers}
-    layers = range(model.config.num_layers)
-    return tuple(of[model.config.source_of(layer)] for layer in layers)
+    return tuple(of.get(c.source_of(layer), specs[0]) for layer in range(c.num_layers))
 
 
 def _need_own_layers(config: ModelConfig) -> None:
     """Presets spread bits over layers one by one."""
-    own = len(config.owners) == config.num_layers
+    own, got = len(config.owners) == config.num_layers, config.kv_source or config.layer_types
     fix = "Name the codec: --kv-cache-dtype turboquant4."
-    need(own, "preset", "a model whose layers share no keys", config.kv_source, fix)
+    need(own, "preset", "a model whose layers share no keys", got, fix)
 
 
 def _pair(spec: GroupSpec) -> tuple[Codec, Codec]:
@@ -355,8 +355,7 @@ def _keys_and_values(graphdef, state, tokens, lengths, pre, fisher):
 
 def _run(model, tokens, lengths, pre, taps):
     """Normed final states, and every owner's (keys as its codec sees them, values)."""
-    start = jnp.zeros_like(lengths)
-    ropes = model.ropes(start, tokens.shape[1], lengths)
+    ropes = model.ropes(jnp.zeros_like(lengths), tokens.shape[1], lengths)
     owners = model.config.owners
     before = jnp.asarray([pre[layer] for layer in owners])
     ordinal = jnp.asarray([owners.index(n) if n in owners else 0 for n in range(len(pre))])
@@ -375,10 +374,11 @@ def _run(model, tokens, lengths, pre, taps):
             return KV(k, v, jnp.where(before[at], plain, k))
 
     def attend(place):
-        return Tapped(model.config, place, lengths)
+        kind = Retained if place.kind.retention else Tapped
+        return kind(model.config, place, lengths)
 
-    x, kv = model.stack(model.embed(tokens), ropes, attend, remat=taps is not None)
-    return model.norm(x), kv
+    x, made = model.stack(model.embed(tokens), ropes, attend, remat=taps is not None)
+    return model.norm(x), (made.k, made.v)
 
 
 def _loss(model, x, tokens, lengths):

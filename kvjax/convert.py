@@ -73,7 +73,7 @@ def to_grouped(
     errors: dict[int, dict[str, float]] = {}
 
     def change(layer: int, path: tuple, x: np.ndarray) -> np.ndarray:
-        if path[1] not in ("k_proj", "v_proj"):
+        if path[1] not in ("k_proj", "v_proj") or layer not in old.owners:
             return x
         new = pooled(x)
         back = np.repeat(new[..., None, :], old.num_kv_heads // num_kv_heads, axis=-2)

@@ -131,16 +131,16 @@ class Transformer(nnx.Module):
             return self.norm(x), None
         if cache.pending:
             return self._prompt(x, ropes, cache, lengths, at)
-        x, k, v = self._read(x, ropes, cache, lengths, at)
+        x, made = self._read(x, ropes, cache, lengths, at)
         with jax.named_scope("append"):
-            cache = cache.append(k, v, new=lengths)
+            cache = cache.append(made.k, made.v, new=lengths, states=made.states)
         return self.norm(x), cache
 
     def _prompt(self, x, ropes, cache, lengths, at):
         """A whole prompt through dense attention, and the cache of what its policy keeps."""
-        x, (k, v) = self.stack(x, ropes, attending(self.config, lengths, cache))
+        x, made = self.stack(x, ropes, attending(self.config, lengths, cache))
         with jax.named_scope("evict"):
-            cache = cache.fill(k, v, lengths=lengths)
+            cache = cache.fill(made.k, made.v, lengths=lengths)
         return self.norm(x if at is None else take_tokens(x, at)), cache
 
     def ropes(self, start: Int[Array, "B"], count: int, lengths: Int[Array, "B"]) -> Ropes:
@@ -169,8 +169,7 @@ class Transformer(nnx.Module):
         """
 
         def run(cache):
-            out, (k, v) = self.stack(x, ropes, attending(self.config, lengths, cache), at=at)
-            return out, k, v
+            return self.stack(x, ropes, attending(self.config, lengths, cache), at=at)
 
         skipped = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, cache))
         return jax.lax.cond(jnp.any(lengths > 0), run, lambda cache: skipped, cache)

@@ -18,7 +18,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 QK_NORMS = ("none", "head", "full")
 NORM_PLACEMENTS = ("pre", "sandwich", "post", "parallel")
 NORM_TYPES = ("rms", "rms_offset", "layer")
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "gated_retention")
 DEFAULT_ROPE = RopeConfig()
 
 
@@ -32,10 +32,11 @@ class ModelConfig:
     norm_type: "rms", "rms_offset" (times 1 + weight), "layer" (LayerNorm without a bias).
     attention_scale: what scores are multiplied by; None: head_dim ** -0.5.
     attn_logit_softcap, final_logit_softcap: c tanh(x / c) of scores, of logits.
-    layer_types: "full_attention" or "sliding_attention" for each layer, which sees the last
-    `sliding_window` tokens, itself included; empty: all full. rope_local: of sliding layers; None:
-    as the others. no_rope_layers: layers that do not rotate. attention_sinks: a learned logit a
-    head that takes its share of the softmax. kv_source: for each layer the layer whose keys and
+    layer_types: for each layer "full_attention"; "sliding_attention", which sees the last
+    `sliding_window` tokens, itself included; or "gated_retention", which has a state in place of
+    keys and values (`kvjax.layers.retention`); empty: all full. rope_local: of sliding layers;
+    None: as the others. no_rope_layers: layers that do not rotate. attention_sinks: a learned logit
+    a head that takes its share of the softmax. kv_source: for each layer the layer whose keys and
     values it reads, itself or an earlier one; empty: its own (`kvjax.sharing` has helpers).
     kv_norm: an owner that others read makes keys and values through a norm of its own (YOCO).
     """
@@ -140,9 +141,23 @@ class ModelConfig:
             for field in ("sliding_window", "rope_local"):
                 value = getattr(self, field)
                 need(value is None, field, "None without sliding_attention layers", value, fix)
+        if self.retaining:
+            self._check_retention()
         for layer in self.no_rope_layers:
             ok = 0 <= layer < self.num_layers
             need(ok, "no_rope_layers", f"layers 0 to {self.num_layers - 1}", layer)
+
+    def _check_retention(self) -> None:
+        some = len(self.retaining) < self.num_layers
+        need(some, "layer_types", "a layer with attention beside gated_retention", "none")
+        for field, off in (
+            ("mla", None),
+            ("qk_norm", "none"),
+            ("attention_sinks", False),
+            ("attn_logit_softcap", None),
+        ):
+            value = getattr(self, field)
+            need(value == off, field, f"{off!r} with gated_retention layers", value)
 
     def _check_sources(self) -> None:
         n, source = self.num_layers, self.kv_source
@@ -154,6 +169,8 @@ class ModelConfig:
             alike = self._position(layer) == self._position(owner)
             fix = "Layers that share keys have one layer type and one RoPE."
             need(alike, f"kv_source[{layer}]", "an owner of the same layer type", owner, fix)
+            ok = layer == owner or layer not in self.retaining
+            need(ok, f"kv_source[{layer}]", f"{layer}: gated_retention has no keys to share", owner)
         shared = any(owner != layer for layer, owner in enumerate(source))
         need(shared or not self.kv_norm, "kv_norm", "False without layers that share", self.kv_norm)
 
@@ -194,8 +211,14 @@ class ModelConfig:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Layers that make keys and values, in order; the others read theirs."""
-        return tuple(layer for layer in range(self.num_layers) if self.source_of(layer) == layer)
+        """Layers that make keys and values, in order; others read theirs, or have a state."""
+        layers = (n for n in range(self.num_layers) if self.source_of(n) == n)
+        return tuple(n for n in layers if n not in self.retaining)
+
+    @property
+    def retaining(self) -> tuple[int, ...]:
+        """Layers of gated retention, in order: each has a state in place of keys and values."""
+        return tuple(n for n, kind in enumerate(self.layer_types) if kind == "gated_retention")
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer's feed-forward is a mixture of experts."""
@@ -229,12 +252,14 @@ class ModelConfig:
 
     def _attention_params(self, layer: int) -> int:
         D, N, K, H = self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim
+        out = N * H * D + self.attention_out_bias * D
+        if layer in self.retaining:  # queries, keys, values; the output's gate; the decay
+            return 3 * N * H * (D + self.attention_bias) + D * N * H + D * N + out
         owns = self.source_of(layer) == layer
         if self.mla is not None:
             return self._mla_params(self.mla, owns)
         kv = 2 * (D * K * H + self.attention_bias * K * H) if owns else 0
         q = D * N * H + self.attention_bias * N * H
-        out = N * H * D + self.attention_out_bias * D
         q_norm, k_norm = {"none": (0, 0), "head": (H, H), "full": (N * H, K * H)}[self.qk_norm]
         kv_norm = D * (self.kv_norm and layer in self.shared_owners)
         return q + kv + out + q_norm + k_norm * owns + kv_norm + N * self.attention_sinks

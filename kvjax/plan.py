@@ -7,6 +7,7 @@ rows, K KV heads with keys of H and values of R channels, E exact slots and M pa
     scales       what travels with them, likewise
     exact        n B K (H + R) E itemsize,   E = sinks + recent + page_size
     calibration  the codecs' calibrated arrays
+    states       4 B N H^2 for each layer of gated retention (N query heads, float32)
     tables       4 n B M + 4 B
 
 With eviction a row has at most kept + max_new tokens, and the tables hold 4 B more a group and,
@@ -35,6 +36,7 @@ def cache_bytes(
 ) -> dict[str, int]:
     """Bytes by part of the cache that `init_cache` would make; same keys as `cache_report`."""
     parts = dict.fromkeys(PARTS, 0) | {"tables": 4 * batch}
+    parts["states"] = 4 * len(model.retaining) * batch * model.num_heads * model.head_dim**2
     for spec in group_specs(model, max_len=max_len, config=config, dtype=dtype):
         n, M = len(spec.layers), spec.pages_per_row
         K, E = spec.num_kv_heads, spec.exact_slots

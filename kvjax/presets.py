@@ -46,6 +46,13 @@ def prepare(
     CacheConfig (page_size, sinks, recent). Raises ValueError on an unknown name.
     """
     path = kept(model, name, folder)
+    need(
+        model.config.mla is None,
+        "preset",
+        "a model without latent attention: presets are fitted to heads of keys and of values",
+        f"{name} with mla",
+        "Take --kv-cache-dtype turboquant4 or int8, which need no fitting.",
+    )
     if not path.with_suffix(".json").is_file():
         from kvjax.evaluation import texts
 

@@ -2,6 +2,7 @@
 
     ModelConfig(..., num_layers=6, **cla(6))          # (0, 0, 2, 2, 4, 4): half the cache
     ModelConfig(..., num_layers=8, **yoco(8, window=1024))
+    ModelConfig(..., num_layers=8, **yoco(8, self_decoder="gated_retention"))
     print(describe(config))
 
 A reader owns no cache and has no key or value projections. Owners come before their readers; the
@@ -13,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvjax.checks import among, positive
 from kvjax.config import ModelConfig, need
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, RETENTION = "full_attention", "sliding_attention", "gated_retention"
 
 
 def cla(num_layers: int, factor: int = 2) -> dict[str, Any]:
@@ -27,18 +29,30 @@ def cla(num_layers: int, factor: int = 2) -> dict[str, Any]:
     return {"kv_source": tuple(layer // factor * factor for layer in range(num_layers))}
 
 
-def yoco(num_layers: int, *, window: int, self_layers: int | None = None) -> dict[str, Any]:
-    """YOCO (2405.05254): the first half, the self-decoder, has sliding-window attention; the other,
-    the cross-decoder, reads one global pair of keys and values, made from the state between them
-    through a norm of its own.
+def yoco(
+    num_layers: int,
+    *,
+    window: int | None = None,
+    self_layers: int | None = None,
+    self_decoder: str = SLIDING,
+) -> dict[str, Any]:
+    """YOCO (2405.05254): the first half, the self-decoder, has sliding-window attention or gated
+    retention; the other, the cross-decoder, reads one global pair of keys and values, made from the
+    state between them through a norm of its own.
 
     The pair belongs to the first cross layer. self_layers: how many come before it; None for half.
+    self_decoder: "sliding_attention", which needs a window, or "gated_retention", which has none.
     """
+    among("self_decoder", self_decoder, (SLIDING, RETENTION))
+    if self_decoder == RETENTION:
+        need(window is None, "window", "None with gated_retention", window)
+    else:
+        positive("window", window)
     first = num_layers // 2 if self_layers is None else self_layers
     need(0 < first < num_layers, "self_layers", f"1 to {num_layers - 1}", first)
     cross = num_layers - first
     return {
-        "layer_types": (SLIDING,) * first + (FULL,) * cross,
+        "layer_types": (self_decoder,) * first + (FULL,) * cross,
         "sliding_window": window,
         "kv_source": (*range(first), *(first,) * cross),
         "kv_norm": cross > 1,
@@ -65,5 +79,7 @@ def describe(config: ModelConfig) -> str:
         sees = "all tokens" if window is None else f"the last {window} tokens"
         rope = "" if config.rope_of(layer) is not None else ", no RoPE"
         reads = "its own keys and values" if owner == layer else f"layer {owner}'s"
+        if layer in config.retaining:
+            sees, reads = "all tokens by gated retention", "its own state"
         lines.append(f"layer {layer}: sees {sees}{rope}; reads {reads}")
     return "\n".join(lines)

@@ -6,7 +6,7 @@ import numpy as np
 import oracles
 import pytest
 
-from kvjax import cache_report, presets
+from kvjax import MLAConfig, cache_report, presets
 from kvjax.codecs import klt
 
 
@@ -66,3 +66,10 @@ def test_bits_go_where_errors_cost():
         assert max(plan) == plan[2]
         if paired:
             assert all(k == v for k, v in plan)
+
+
+def test_not_with_latents(tiny):
+    mla = MLAConfig(kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+    model = tiny(num_kv_heads=4, mla=mla)
+    with pytest.raises(ValueError, match=r"preset: .*latent attention.*'recommended with mla'"):
+        presets.prepare(model, None, "recommended")

@@ -14,6 +14,7 @@ from flax import nnx
 
 import kvjax
 from kvjax import CacheConfig, ModelConfig, plan
+from kvjax.cache.attend import How
 from kvjax.checkpoints.export import export
 from kvjax.layers.kinds import exit_layer, runs_of
 from kvjax.sharing import cla, describe, shared_tail, yoco
@@ -107,6 +108,39 @@ def test_parameters_and_bytes(tiny, kind):
     assert [cache.layer_map[i] for i in range(config.num_layers)] == [
         cache.layer_map[config.source_of(i)] for i in range(config.num_layers)
     ]
+
+
+@pytest.mark.filterwarnings("ignore::kvjax.cache.LowBitKeysWarning")
+@pytest.mark.parametrize(
+    "codec",
+    [
+        "int8",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("turboquant4", "int4-hadamard", "fp8", "kivi2", "qjl+int4")
+        ),
+    ],
+)
+def test_readers_read_their_owners_codes(tiny, codec):
+    """The same as a model of the owners alone, bit for bit (case 104)."""
+    shared, alone = tiny(num_layers=4, **cla(4)), tiny(num_layers=2)
+    config = CacheConfig.parse(codec, page_size=32, sinks=2, recent=5)
+    k, v = oracles.unlike_kv(alone, 2, 120)
+    new, one = jnp.asarray([120, 70]), jnp.asarray([1, 1])
+    q = jax.random.normal(jax.random.key(0), (2, 1, 2, 2, 32))
+    append = jax.jit(lambda cache: cache.append(k, v, new=new))
+    own, theirs = (
+        append(m.init_cache(batch=2, max_len=128, config=config)) for m in (shared, alone)
+    )
+    oracles.assert_same_tree([g.pool for g in own.groups], [g.pool for g in theirs.groups])
+
+    def read(cache, layer):
+        chunk = k[0, :, :1], v[0, :, :1]
+        return np.asarray(cache.attend(layer, q, *chunk, new=one, how=How(0.2, None, False, None)))
+
+    for layer in range(4):
+        assert np.array_equal(read(own, layer), read(theirs, layer // 2))
+    assert not np.array_equal(read(own, 1), read(own, 2))
 
 
 @pytest.mark.parametrize("kind", WINDOWED)

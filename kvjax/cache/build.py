@@ -66,6 +66,8 @@ def init_cache(
     slot_of = {
         layer: (g, slot) for g, spec in enumerate(specs) for slot, layer in enumerate(spec.layers)
     }
+    slot_of |= {layer: (-1, slot) for slot, layer in enumerate(model.retaining)}
+    state = (len(model.retaining), batch, model.num_heads, model.head_dim, model.head_dim)
     return KVCache(
         groups=tuple(_init_group(spec, batch, calibration, apart) for spec in specs),
         length=jnp.zeros((batch,), jnp.int32),
@@ -73,6 +75,7 @@ def init_cache(
         max_len=max_len,
         policy=config.policy,
         pending=config.policy is not None,
+        states=jnp.zeros(state, jnp.float32) if model.retaining else None,
     )
 
 
@@ -92,13 +95,14 @@ def group_specs(
     if policy is not None or config.stream is not None:
         _check_evictable(model, max_len, config.evict)
     factors = (1.0,) * len(owners) if policy is None else policy.factors(len(owners))
+    _check_states(model, config, pairs)
     layers: dict[tuple[Codec, Codec, int | None, int | None], list[int]] = {}
     for layer, pair in enumerate(pairs):
         owner = model.source_of(layer)
         fix = f"Layer {layer} reads layer {owner}'s cache: give both one codec."
         names = "+".join(codecs.name_of(codec) for codec in pair)
         need(pair == pairs[owner], "layers", f"layer {layer} as layer {owner}", names, fix)
-        if owner != layer:
+        if layer not in owners:
             continue
         window = model.window_of(layer)
         window = None if window is None or window >= max_len else window
@@ -128,6 +132,21 @@ def group_specs(
     return tuple(spec(*key, members) for key, members in layers.items())
 
 
+def _check_states(
+    model: ModelConfig, config: CacheConfig, pairs: Sequence[tuple[Codec, Codec]]
+) -> None:
+    """Raises ValueError where a codec is named for a layer that has no keys and values."""
+    usual = dataclasses.replace(config, layers=None).codecs(1)[0]
+    for layer in model.retaining:
+        need(
+            pairs[layer] == usual,
+            "layers",
+            "layers that keep keys and values",
+            f"{'+'.join(codecs.name_of(codec) for codec in pairs[layer])} for layer {layer}",
+            "Leave it out: gated retention keeps an exact state.",
+        )
+
+
 def _check_evictable(model: ModelConfig, max_len: int, evict: str | None) -> None:
     need(
         model.mla is None,
@@ -135,6 +154,13 @@ def _check_evictable(model: ModelConfig, max_len: int, evict: str | None) -> Non
         "none with latent attention, whose scores are not there yet",
         evict,
         "Leave evict out, or take a model without MLA.",
+    )
+    need(
+        not model.retaining,
+        "evict",
+        "none with gated retention, whose layers keep a state and no tokens",
+        f"{evict} and gated retention in layers {list(model.retaining[:4])}",
+        "Leave evict out for this model.",
     )
     windows = [n for n in model.owners if model.window_of(n) is not None]
     need(

@@ -21,6 +21,7 @@ from kvjax.cache.heavy import append_heavy, fill_heavy, step_mass
 from kvjax.cache.latent import LatentChunk, attend_latent
 from kvjax.cache.pool import Pool
 from kvjax.cache.spec import GroupSpec
+from kvjax.checks import need
 from kvjax.codecs.base import Params
 from kvjax.eviction import Policy
 
@@ -73,8 +74,9 @@ class LayerGroup:
 class KVCache:
     """All layers' cache. `length [B]`: true tokens of each row so far.
 
-    layer_map[l] = (group, slot) of the layer whose keys and values layer l reads. pending: a prompt
-    is still to come, whose tokens the policy judges; its call takes the whole prompt.
+    layer_map[l] = (group, slot) of the layer whose keys and values layer l reads, or, of a layer of
+    gated retention, (-1, slot in `states`). pending: a prompt is still to come, whose tokens the
+    policy judges; its call takes the whole prompt.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -83,6 +85,7 @@ class KVCache:
     max_len: int = dataclasses.field(metadata={"static": True})
     policy: Policy | None = dataclasses.field(default=None, metadata={"static": True})
     pending: bool = dataclasses.field(default=False, metadata={"static": True})
+    states: Float[Array, "Z B N H H"] | None = None  # float32, of layers of gated retention
 
     @property
     def batch(self) -> int:
@@ -174,12 +177,18 @@ class KVCache:
             g, slot = self.layer_map[layer]
             return read(self.groups[g].layer(slot))
         among = range(len(self.layer_map)) if among is None else among
-        used = sorted({self.layer_map[member][0] for member in among})
+        used = sorted({self.layer_map[member][0] for member in among} - {-1})
         groups, slots = (jnp.asarray(x)[layer] for x in zip(*self.layer_map, strict=True))
         if len(used) == 1:
             return read(self.groups[used[0]].layer(slots))
         branches = [lambda slot, g=g: read(self.groups[g].layer(slot)) for g in used]
         return jax.lax.switch(jnp.searchsorted(jnp.asarray(used), groups), branches, slots)
+
+    def state_of(self, layer: int | Int[Array, ""]) -> Float[Array, "B N H H"]:
+        """The state of a layer of gated retention."""
+        assert self.states is not None
+        slot = jnp.asarray([slot for _, slot in self.layer_map])[layer]
+        return jax.lax.dynamic_index_in_dim(self.states, slot, keepdims=False)
 
     def stored_keys(
         self,
@@ -201,12 +210,16 @@ class KVCache:
         v: Float[Array, "O B T K R"],
         *,
         new: Int[Array, "B"],
+        states: Float[Array, "Z B N H H"] | None = None,
     ) -> KVCache:
         """The cache with each row's first `new[b]` tokens of the chunk appended.
 
-        k, v: of the O layers that own keys and values, in order. A row must not grow past
-        `max_len`: callers check that, what would lie past it is dropped.
+        k, v: of the O layers that own keys and values, in order. states: of the layers of gated
+        retention, after the chunk. A row must not grow past `max_len`: callers check that, what
+        would lie past it is dropped.
         """
+        want, got = ("none" if s is None else str(s.shape) for s in (self.states, states))
+        need(want == got, "states", f"{want}, of the layers with gated retention", got)
 
         def appended(group: LayerGroup) -> LayerGroup:
             mine = self._among_owners(group)
@@ -218,8 +231,10 @@ class KVCache:
             rows = group.rows(self.length)
             return append_group(group, _take(k, mine), _take(v, mine), length=rows, new=new)
 
+        if states is not None and self.states is not None:  # rows without new tokens keep theirs
+            states = jnp.where((new > 0)[None, :, None, None, None], states, self.states)
         groups = tuple(appended(group) for group in self.groups)
-        return dataclasses.replace(self, groups=groups, length=self.length + new)
+        return dataclasses.replace(self, groups=groups, length=self.length + new, states=states)
 
     def fill(
         self, kept: Kept, v: Float[Array, "O B C K R"], *, lengths: Int[Array, "B"]

@@ -58,6 +58,8 @@ def latent_codecs(pair: tuple[Codec, Codec], rope_bits: int | None) -> tuple[Cod
         "one codec for keys and values that works token by token, as a latent is both (raw, int8,"
         " int4, int4-hadamard, fp8, turboquant4)",
         f"{codecs.name_of(k_codec)}+{codecs.name_of(v_codec)}",
+        "Take turboquant4 or int4. Calibrated codecs (klt, pca, kvquant) are fitted to heads of"
+        " keys and of values, which latent attention does not cache.",
     )
     return v_codec, rope_codec(rope_bits)
 

@@ -22,6 +22,7 @@ PARTS = {
     "scales": "what travels with them: scales, norms, outliers",
     "exact": "first and recent tokens, in the model's dtype",
     "calibration": "calibrated arrays of the codecs",
+    "states": "of layers with gated retention: one a row, float32, for all tokens",
     "tables": "page ids, lengths; positions and scores of what eviction left",
 }
 
@@ -53,6 +54,7 @@ def cache_report(cache: KVCache) -> dict[str, Any]:
         parts["exact"] += _nbytes((group.k_exact, group.v_exact))
         parts["calibration"] += _nbytes((group.k_params, group.v_params))
         parts["tables"] += _nbytes((group.table, group.evicted, group.positions, group.scores))
+    parts["states"] = _nbytes(cache.states)
     total = _nbytes(cache)
     capacity = cache.batch * _capacity(cache, lengths)
     specs = [g.spec for g in cache.groups]

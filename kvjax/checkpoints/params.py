@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -109,11 +110,33 @@ def fill(model: Transformer, tensors, *, sharding: Placement | None = None) -> T
 
 
 def _array(slot: Slot, tensors, variable, where: jax.sharding.Sharding | None) -> jax.Array:
-    want = variable.shape[len(slot.lead) :]
-    value = np.empty(variable.shape, variable.dtype)
-    for index, name in zip(np.ndindex(slot.lead), slot.names, strict=True):
-        value[index] = _read(name, tensors[name], want, slot.transpose)
-    return jnp.asarray(value) if where is None else jax.device_put(value, where)
+    """One parameter on its devices. A stack is filled there, layer by layer, in place. Each copy is
+    waited for: JAX would keep the host's arrays meanwhile, and the next be read beside them."""
+    if not slot.lead:
+        value = _host(slot, slot.names, tensors, variable.shape, variable.dtype)
+        array = jnp.asarray(value) if where is None else jax.device_put(value, where)
+        return jax.block_until_ready(array)
+    array = jnp.zeros(variable.shape, variable.dtype, device=where)
+    count = len(slot.names) // slot.lead[0]
+    for i in range(slot.lead[0]):
+        names = slot.names[i * count : (i + 1) * count]
+        value = _host(slot, names, tensors, variable.shape[1:], variable.dtype)
+        array = jax.block_until_ready(_put(array, value, i))
+    return array
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(stack: jax.Array, value: jax.Array, i: int) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, value, i, 0)
+
+
+def _host(slot: Slot, names, tensors, shape: tuple[int, ...], dtype) -> np.ndarray:
+    """Some of a slot's tensors as one array; shape: without the axes that they do not fill."""
+    lead = slot.lead[1:]
+    value = np.empty(shape, dtype)
+    for index, name in zip(np.ndindex(lead), names, strict=True):
+        value[index] = _read(name, tensors[name], shape[len(lead) :], slot.transpose)
+    return value
 
 
 def _read(name: str, tensor, want: tuple[int, ...], transpose: bool) -> np.ndarray:

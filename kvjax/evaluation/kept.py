@@ -38,6 +38,6 @@ def _kept(graphdef, state, cache, tokens, lengths):
     model = nnx.merge(graphdef, state)
     ropes = model.ropes(jnp.zeros_like(lengths), tokens.shape[1], lengths)
     attend = attending(model.config, lengths, cache)
-    _, (keys, _) = model.stack(model.embed(tokens), ropes, attend)
-    assert isinstance(keys, Kept)
-    return keys.at
+    _, made = model.stack(model.embed(tokens), ropes, attend)
+    assert isinstance(made.k, Kept)
+    return made.k.at

@@ -10,7 +10,7 @@ times the time of a decode step), so it is the form for CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,10 @@ from kvjax.layers.mla import LatentAttention
 from kvjax.layers.mlp import GatedMLP
 from kvjax.layers.moe import MoE
 from kvjax.layers.norm import norm_of
+from kvjax.layers.retention import GatedRetention, State
 
 Form = Literal["stacked", "unrolled"]
-#: attention of one layer: an `Attend`, or a `LatentAttend` with MLA
+#: attention of one layer: an `Attend`, a `LatentAttend` with MLA, a `Retain` of gated retention
 LayerAttend = Callable[[Place], Any]
 #: angles of all positions of a call, by kind of RoPE
 Ropes = Mapping[RopeConfig, Rope]
@@ -42,8 +43,7 @@ class DecoderLayer(nnx.Module):
 
         self.input_norm = norm("pre", "sandwich", "parallel")
         self.kv_norm = norm_of(config, config.hidden_size, dtype=dtype) if kind.kv_norm else None
-        attention = Attention if config.mla is None else LatentAttention
-        self.attention = attention(config, kind, dtype=dtype, rngs=rngs)
+        self.attention = _attention(config, kind)(config, kind, dtype=dtype, rngs=rngs)
         self.attention_out_norm = norm("sandwich", "post")
         self.post_norm = norm("pre", "sandwich")
         mlp = MoE if kind.moe else GatedMLP
@@ -61,7 +61,7 @@ class DecoderLayer(nnx.Module):
         shared: KV | None = None,
         at: Int[Array, "B A"] | None = None,
         rope_at: Rope | None = None,
-    ) -> tuple[Float[Array, "B A D"], KV]:
+    ) -> tuple[Float[Array, "B A D"], KV | State]:
         """at: the tokens that go on from here, whose angles are rope_at; None: all."""
         source = normed = _maybe(self.input_norm, x)
         if self.kv_norm is not None:
@@ -89,6 +89,13 @@ class DecoderLayer(nnx.Module):
         return x + y if self.residual_scale == 1.0 else x + y * self.residual_scale
 
 
+def _attention(config: ModelConfig, kind: LayerKind) -> Any:
+    """The class of a layer's attention."""
+    if kind.retention:
+        return GatedRetention
+    return Attention if config.mla is None else LatentAttention
+
+
 def _maybe(norm: Any, x: Array) -> Array:
     return x if norm is None else norm(x)
 
@@ -96,6 +103,15 @@ def _maybe(norm: Any, x: Array) -> Array:
 def take_tokens(x: Float[Array, "B T D"], at: Int[Array, "B A"]) -> Float[Array, "B A D"]:
     """The entries of some tokens of each row."""
     return jnp.take_along_axis(x, at[..., None], axis=1)
+
+
+class Made(NamedTuple):
+    """What the layers of a stack made of a call, for the cache: keys (as it stores them) and values
+    of the O owners in order, and the states of the Z layers of gated retention (None without)."""
+
+    k: Any  # [O, B, T, K, H]
+    v: Any  # [O, B, T, K, R]
+    states: Float[Array, "Z B N H H"] | None
 
 
 class LayerStack(nnx.Module):
@@ -158,8 +174,8 @@ class LayerStack(nnx.Module):
         *,
         at: Int[Array, "B A"] | None = None,
         remat: bool = False,
-    ) -> tuple[Float[Array, "B A D"], tuple[Float[Array, "O B T K H"], Float[Array, "O B T K R"]]]:
-        """The output, and the owners' keys (as a cache stores them) and values.
+    ) -> tuple[Float[Array, "B A D"], Made]:
+        """The output, and what the layers made.
 
         at: tokens of each row whose output is wanted; layers from the exit layer's attention on run
         for them alone. remat: recompute layers under `grad`.
@@ -179,20 +195,26 @@ class _Pass:
             assert at is not None
             turned = {k: tuple(take_tokens(t, at) for t in r) for k, r in ropes.items()}
             self.ropes_at |= turned
-        self.fresh: dict[int, KV] = {}  # of owners that later runs read
+        self.fresh: dict[int, Any] = {}  # of owners that later runs read
         self.outside = _read_outside(stack.plan)
 
     def run(self, x: Array):
-        parts = []
+        pairs: list[Any] = []
+        states: list[Any] = []
         for run, modules in zip(self.stack.plan, self.stack.modules(), strict=True):
             x, made = self._scan(run, modules, x)
-            parts.extend(made)
+            retained = {j for j in made if run.kinds[j].retention}
+            for into, mine in ((states, retained), (pairs, made.keys() - retained)):
+                if mine:  # periods x layers of a period -> in the order of layers
+                    each = [made[j] for j in sorted(mine)]
+                    into.append(jax.tree.map(lambda *a: _in_order(list(a)), *each))
         if self.at is not None and self.leave is None:
             x = take_tokens(x, self.at)
-        return x, jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+        k, v = jax.tree.map(lambda *a: jnp.concatenate(a), *pairs)
+        return x, Made(k, v, jnp.concatenate(states) if states else None)
 
-    def _scan(self, run: Run, modules: Any, x: Array) -> tuple[Array, list[Any]]:
-        """The run's output, and for it what its owners made, layers in order along axis 0."""
+    def _scan(self, run: Run, modules: Any, x: Array) -> tuple[Array, dict[int, Any]]:
+        """The run's output, and what each owner of a period made, repeats along axis 0."""
         parts = [nnx.split(module) for module in modules]
         graphs, states = [p[0] for p in parts], [p[1] for p in parts]
         if run.repeats == 1:
@@ -200,7 +222,7 @@ class _Pass:
             for j, kv in made.items():
                 if run.start + j in self.outside:
                     self.fresh[run.start + j] = kv
-            return x, [jax.tree.map(lambda a: a[None], kv.made) for kv in made.values()]
+            return x, {j: jax.tree.map(lambda a: a[None], kv.made) for j, kv in made.items()}
 
         def body(x, xs):
             repeat, states = xs
@@ -213,13 +235,10 @@ class _Pass:
             for repeat, layer in enumerate(run.layers(j)):
                 if layer in self.outside:
                     self.fresh[layer] = jax.tree.map(lambda a, r=repeat: a[r], kv)
-        if not made:
-            return x, []
-        # periods x owners of a period -> owners in the order of layers
-        return x, [jax.tree.map(lambda *a: _in_order(list(a)), *made.values())]
+        return x, made
 
     def _period(self, run: Run, graphs, states, repeat: Any, x: Array):
-        made: dict[int, KV] = {}
+        made: dict[int, Any] = {}
         for j, kind in enumerate(run.kinds):
             place = self._place(run, j, repeat)
             offset = run.sources[j]

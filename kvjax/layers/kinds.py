@@ -27,6 +27,7 @@ class LayerKind:
     owns: bool  # makes keys and values
     kv_norm: bool  # through a norm of their own
     moe: bool
+    retention: bool = False  # a state in place of keys and values
 
 
 class Place(NamedTuple):
@@ -68,13 +69,15 @@ def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
         owns=owns,
         kv_norm=config.kv_norm and layer in config.shared_owners,
         moe=config.is_moe(layer),
+        retention=layer in config.retaining,
     )
 
 
 def exit_layer(config: ModelConfig) -> int | None:
-    """The last owner, if layers follow it: from its attention on, a call needs to run only for the
-    tokens whose logits are asked (YOCO 2405.05254, section 2.3). None where the last layer owns."""
-    last = config.owners[-1]
+    """The last layer that makes something of every token (keys and values, a state), if others
+    follow it: from its attention on, a call needs to run only for the tokens whose logits are asked
+    (YOCO 2405.05254, section 2.3). None where the last layer does."""
+    last = max((*config.owners, *config.retaining))
     return None if last == config.num_layers - 1 else last
 
 

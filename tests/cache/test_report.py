@@ -31,6 +31,7 @@ def test_parts_by_hand(tiny):
         "scales": pages * (2 * kivi_side + 2 * 2 * 32),
         "exact": 2 * 2 * 2 * 2 * 32 * (3 + 8 + 32) * 4,
         "calibration": 0,
+        "states": 0,
         "tables": 4 * 2 * 2 * 5 + 4 * 2,
     }
     assert report["total_bytes"] == sum(report["bytes"].values())

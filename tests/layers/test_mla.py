@@ -45,15 +45,23 @@ def bracketed(monkeypatch):
     "text", ["turboquant4", *(pytest.param(t, marks=pytest.mark.slow) for t in ("raw", "int8"))]
 )
 def test_absorbed_equals_expanded(tiny, bracketed, text):
-    """Of the chunk, the exact tokens and the pages; by rounding alone (case 100)."""
+    """Of the chunk, the exact tokens and the pages, over 64 steps; by rounding alone (case 100)."""
     model = tiny(form="stacked", num_layers=1, **LORA)
     config = CacheConfig.parse(text, page_size=32, sinks=2, recent=5)
-    tokens, found = oracles.tokens_for(model, 2, 110), []
+    tokens, found = oracles.tokens_for(model, 2, 164), []
     for absorb in (True, False):
         bracketed(absorb)
-        cache = model.init_cache(batch=2, max_len=110, config=config)
-        found.append(oracles.feed(model, cache, tokens, [50, 50, *[1] * 10])[0])
-    oracles.close(found[0], found[1], 1e-4)
+        cache = model.init_cache(batch=2, max_len=164, config=config)
+        found.append(oracles.feed(model, cache, tokens, [50, 50, *[1] * 64])[0])
+        if not absorb:  # prefill expanded, decode absorbed
+            _, cache = oracles.feed(model, cache, tokens[:, :100], [50, 50])
+            bracketed(True)
+            found.append(oracles.feed(model, cache, tokens[:, 100:], [1] * 64)[0])
+    absorbed, expanded, mixed = found
+    oracles.close(absorbed, expanded, 1e-4)
+    oracles.close(mixed, expanded[:, 100:], 1e-4)
+    for other in (absorbed[:, 100:], mixed):
+        assert np.array_equal(other.argmax(-1), expanded[:, 100:].argmax(-1))
 
 
 def test_the_cheaper_way_is_taken():
@@ -145,6 +153,7 @@ def test_codecs(tiny, text, bits):
     ("text", "fields", "message"),
     [
         ("kivi4", {}, "one codec for keys and values that works token by token"),
+        ("klt4", {}, "kv-cache-dtype: .*klt4.* Take turboquant4 or int4. Calibrated codecs"),
         ("int8+int4", {}, r"one codec.*got 'int8\+int4'"),
         ("kvquant3", {}, "one codec for keys and values"),
         ("int8", {"mla_rope_bits": 1}, "mla_rope_bits: expected an int from 2 to 8"),
