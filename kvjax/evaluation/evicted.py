@@ -68,13 +68,14 @@ class EvictBench:
         }
 
     def _prompt_ratio(self, config: CacheConfig) -> float:
-        """How many times smaller than a raw one the cache of the prompt alone is."""
-        shape: dict[str, Any] = {"batch": 1, "max_len": self.task.prompt, "dtype": self.model.dtype}
-        raw, small = (
-            sum(cache_bytes(self.model.config, config=c, **shape).values())
-            for c in (CacheConfig(), dataclasses.replace(config, max_new=1))
-        )
-        return raw / small
+        """How many times smaller the cache of the prompt alone is than its keys and values as one
+        dense array."""
+        model, prompt, dtype = self.model.config, self.task.prompt, self.model.dtype
+        alone = dataclasses.replace(config, max_new=1)
+        small = cache_bytes(model, batch=1, max_len=prompt, config=alone, dtype=dtype)
+        heads, k_dim, v_dim = model.cache_shape
+        dense = len(model.owners) * heads * (k_dim + v_dim) * prompt * jnp.dtype(dtype).itemsize
+        return dense / sum(small.values())
 
     def _passkeys(self, config: CacheConfig, after: list[int]) -> list[bool]:
         """Which are right when the last `after` tokens of each case follow the judged prompt."""

@@ -32,7 +32,9 @@ def stored(name: str, role: str, x: np.ndarray) -> np.ndarray:
     return np.asarray(jnp.moveaxis(y, 0, 1), np.float64)
 
 
-@pytest.mark.parametrize("codec", ["raw", "int8", "turboquant4"])
+@pytest.mark.parametrize(
+    "codec", ["raw", "turboquant4", pytest.param("int8", marks=pytest.mark.slow)]
+)
 def test_each_step_is_the_greedy_algorithm(tiny, codec):
     """Cases 32 and 47, one layer: survivors, their scores and the logits of 60 steps after a prompt
     of 40, budget 20. With a codec, tokens older than the window are as it stored them, once."""
@@ -129,7 +131,7 @@ def test_one_token_of_a_page_is_written_over(name):
             assert np.array_equal(one_token(leaf, old[leaf], new[leaf], hit), codes), leaf
 
 
-@pytest.mark.parametrize("form", ["unrolled", "stacked"])
+@pytest.mark.parametrize("form", ["stacked", pytest.param("unrolled", marks=pytest.mark.slow)])
 def test_coded_slots(tiny, form):
     """Rows apart, also of lengths below the window; memory is the budget's; codes of survivors stay
     as they are, bit for bit, whatever their neighbours in a word become (case 49)."""

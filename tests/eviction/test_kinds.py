@@ -66,7 +66,7 @@ def logits_of(model, token, out):
     return model.logits(model.norm(x + layer.mlp(layer.post_norm(x))))
 
 
-@pytest.mark.parametrize("name", ["snapkv", "expected"])
+@pytest.mark.parametrize("name", ["snapkv", pytest.param("expected", marks=pytest.mark.slow)])
 def test_latents_keep_one_set_for_all_heads(tiny, name):
     """One layer by hand: what stays has the heads' best votes, and the next token sees just it."""
     model, n = tiny(num_layers=1, **LATENT), 69
@@ -123,7 +123,12 @@ def test_h2o_on_latents_is_the_greedy_algorithm(tiny):
 
 
 @pytest.mark.parametrize(
-    ("kind", "evict"), [("mla+cla", "expected"), ("yoco", "expected"), ("windows", "h2o")]
+    ("kind", "evict"),
+    [
+        ("yoco", "expected"),
+        ("windows", "h2o"),
+        pytest.param("mla+cla", "expected", marks=pytest.mark.slow),
+    ],
 )
 def test_a_large_budget_changes_nothing(tiny, kind, evict):
     """7, past windows and pages; windows are not judged."""
@@ -176,7 +181,7 @@ def test_windows_stay_as_they_are(tiny):
     assert np.array_equal(*outs)
 
 
-@pytest.mark.parametrize("kind", ["mla+cla", "yoco"])
+@pytest.mark.parametrize("kind", ["mla+cla", pytest.param("yoco", marks=pytest.mark.slow)])
 def test_codecs_stack(tiny, kind):
     """All survivors of a wide budget, coded, are close to the dense model; unused slots may hold
     anything."""
@@ -195,7 +200,13 @@ def test_codecs_stack(tiny, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "positions"), [("mla", "cache"), ("windows", "cache"), ("windows", "text")]
+    ("kind", "positions"),
+    [
+        ("mla", "cache"),
+        ("windows", "cache"),
+        pytest.param("windows", "text", marks=pytest.mark.slow),
+        pytest.param("mla", "text", marks=pytest.mark.slow),
+    ],
 )
 def test_streams_of_other_kinds(tiny, kind, positions):
     """The first tokens as the dense model; any split into calls; and, one layer, each token sees
@@ -222,7 +233,7 @@ def test_a_stream_of_latents_by_hand(tiny):
     tokens = oracles.tokens_for(model, 1, 96)
     config = CacheConfig(evict="streaming:3+30", page_size=8, recent=2)
     cache = model.init_cache(batch=1, max_len=10_000, config=config)
-    logits, _ = oracles.feed(model, cache, tokens, [30, 30, 6, 30])
+    logits, _ = oracles.feed(model, cache, tokens, [24] * 4)
     for p in (40, 65, 95):
         own = np.concatenate([tokens[:, :3], tokens[:, p - 30 : p + 1]], axis=1)
         oracles.close(logits[:, p], model(own)[0][:, -1], 3e-5)
@@ -231,10 +242,10 @@ def test_a_stream_of_latents_by_hand(tiny):
 def test_a_window_within_a_stream_is_the_dense_window(tiny):
     """Windows see no first tokens and, as angles are differences, are what they are without a
     stream, though its positions stay small."""
-    model = tiny(num_layers=2, layer_types=(SLIDING, SLIDING), sliding_window=12)
+    model = tiny(form="stacked", num_layers=2, layer_types=(SLIDING, SLIDING), sliding_window=12)
     tokens = oracles.tokens_for(model, 1, 96)
     cache = model.init_cache(batch=1, max_len=10_000, config=CacheConfig(evict="streaming:3+30"))
-    logits, cache = oracles.feed(model, cache, tokens, [30, 30, 6, 30])
+    logits, cache = oracles.feed(model, cache, tokens, [24] * 4)
     assert int(cache.start[0]) == 33
     oracles.close(logits, model(tokens)[0], 3e-5)
 
