@@ -263,18 +263,3 @@ def test_budgets_in_bytes(tiny, name, codec):
             max_len=500,
             config=CacheConfig.parse(codec, evict=f"{name}:3KiB{tail}", **shape),
         )
-
-
-def test_a_budget_in_bytes_decodes(tiny):
-    """As the same number of tokens does."""
-    model = tiny()
-    tokens = oracles.tokens_for(model, 1, 80)
-    config = config_of("snapkv", "64KiB", page_size=8, max_new=16)
-    cache = model.init_cache(batch=1, max_len=200, config=config)
-    kept = cache.policy.budget.tokens
-    assert 20 < kept < 80
-    same = model.init_cache(
-        batch=1, max_len=200, config=config_of("snapkv", str(kept), page_size=8, max_new=16)
-    )
-    a, b = (oracles.feed(model, c, tokens, [76, 4])[0] for c in (cache, same))
-    assert np.array_equal(a, b)
