@@ -78,10 +78,16 @@ def fates(at: np.ndarray, length: int, cache: Any) -> np.ndarray:
             o = cache.owners.index(layer)
             for head, places in enumerate(at[o]):
                 rows = places[places < length]
-                pages = int(spec.used_pages(np.asarray([rows.size]))[0])
-                sealed = slice(spec.sinks, spec.sinks + pages * spec.page_size)
+                if spec.own_window:
+                    rows = rows[rows > length - spec.window]  # what the next token sees
+                rank = rows if spec.own_window else np.arange(rows.size)
+                count = length if spec.own_window else rows.size
+                pages = 0 if spec.heavy else int(spec.sealed_pages(np.asarray([count]))[0])
+                last = spec.sinks + pages * spec.page_size
+                if spec.coded:
+                    last = rows.size - spec.ring
                 states[o, head, rows] = EXACT
-                states[o, head, rows[sealed]] = SEALED
+                states[o, head, rows[(rank >= spec.sinks) & (rank < last)]] = SEALED
     return states
 
 

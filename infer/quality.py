@@ -84,17 +84,16 @@ def _run(args: argparse.Namespace) -> int:
 def _run_evict(args: argparse.Namespace) -> int:
     """Every policy of --evict with every codec of --methods."""
     import kvjax
+    from kvjax import presets
     from kvjax.evaluation import passkey, texts
     from kvjax.evaluation.evicted import EvictBench, EvictTask
 
     methods = ["raw"] if args.methods == DEFAULT_METHODS else args.methods.split(",")
     shape = {"page_size": args.page_size, "sinks": args.sinks, "recent": args.recent}
     policies = [None if p == "none" else p for p in args.evict.split(",")]
-    configs = [
-        kvjax.CacheConfig.parse(m, evict=p or "recent:100%", **shape)
-        for p in policies
-        for m in methods
-    ]
+    pairs = [(m, _fields(p or "recent:100%", shape)) for p in policies for m in methods]
+    for m, fields in pairs:
+        kvjax.CacheConfig.parse("raw" if m in presets.PRESETS else m, **fields)
     model, tokenizer = kvjax.load(args.model, form="stacked")
     cases = passkey.cases(
         tokenizer,
@@ -104,21 +103,40 @@ def _run_evict(args: argparse.Namespace) -> int:
     )
     windows = texts.windows(tokenizer, args.text, count=args.windows, length=args.tokens)
     bench = EvictBench(model, EvictTask(windows, args.score_from, cases))
-    about = {k: v for k, v in vars(args).items() if k not in ("json_out", "plot", "no_plot")}
-    rows: dict[str, Any] = {}
-    for i, config in enumerate(configs):
-        name = f"{config.evict} {config.k}" + (f"+{config.v}" if config.v != config.k else "")
-        rows[name] = bench.row(config)
-        _say(f"[{i + 1}/{len(configs)}] {name}: KL {rows[name]['kl']:.2e}")
+    free = ("json_out", "plot", "no_plot", "evict", "methods")
+    about = {k: v for k, v in vars(args).items() if k not in free}
+    rows = _finished(args.json_out, about)
+    for i, (method, fields) in enumerate(pairs):
+        name = f"{fields['evict']} {method}"
+        if name in rows:
+            continue
+        if method in presets.PRESETS:
+            config = presets.prepare(model, tokenizer, method, **fields)
+        else:
+            config = kvjax.CacheConfig.parse(method, **fields)
+        rows[name] = bench.row(config) | {"codec": method, "method": name}
+        _say(f"[{i + 1}/{len(pairs)}] {name}: KL {rows[name]['kl']:.2e}")
         _write(args.json_out, about, rows)
     _print_evicted(list(rows.values()), args)
     return 0
 
 
+def _fields(policy: str, shape: dict[str, Any]) -> dict[str, Any]:
+    """Of a cache with this policy; streams and h2o name the first tokens that stay themselves."""
+    from kvjax import eviction
+
+    named = eviction.parse(policy)
+    own = isinstance(named, eviction.Streaming) or named.decodes
+    return {"evict": policy, **shape} | ({"sinks": None} if own else {})
+
+
 def _print_evicted(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     """One line a policy and codec, as a Markdown table."""
-    print("| evict | codec | tokens left | smaller than raw | inside | outside | perplexity | KL |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| evict | codec | tokens left | prompt smaller | all | inside | outside | perplexity"
+        " | KL |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         keys = [
             f"{round(row[w]['accuracy'] * row[w]['n'])}/{row[w]['n']}"
@@ -126,7 +144,8 @@ def _print_evicted(rows: list[dict[str, Any]], args: argparse.Namespace) -> None
         ]
         rest = row["rows"] if len(set(row["rows"])) > 1 else row["rows"][:1]
         cells = [
-            *(row["evict"], row["codec"], ", ".join(map(str, rest)), f"{row['ratio']:.2f}", *keys),
+            *(row["evict"], row["codec"], ", ".join(map(str, rest))),
+            *(f"{row['prompt_ratio']:.2f}", f"{row['ratio']:.2f}", *keys),
             *(f"{row['perplexity']:.2f}", f"{row['kl']:.3f} ± {row['kl_se']:.3f}"),
         ]
         print(f"| {' | '.join(cells)} |")

@@ -15,7 +15,7 @@ from kvjax.cache import KVCache
 from kvjax.cache.attend import How
 from kvjax.cache.heavy import Scored
 from kvjax.cache.kv_cache import Kept
-from kvjax.cache.latent import LatentChunk, dense_latent
+from kvjax.cache.latent import LatentChunk, absorbed_query, dense_latent
 from kvjax.config import ModelConfig
 from kvjax.eviction import Prompt, select
 from kvjax.layers.attention import KV
@@ -68,6 +68,9 @@ class Dense:
 class DenseLatent(Dense):
     """The same with latent attention."""
 
+    def keep(self, q: Array, q_rope: Array, kv: KV, rope: Any, *, up: Up) -> KV:  # type: ignore[override]
+        return kv
+
     def __call__(self, q: Array, q_rope: Array, kv: KV, *, up: Up) -> Array:  # type: ignore[override]
         zero = jnp.zeros_like(self.lengths)
         chunk = LatentChunk(q, q_rope, kv.k, kv.v, *up, zero, self.lengths, self.place.at, self.how)
@@ -90,10 +93,12 @@ class Cached:
         return KV(k, v, self.cache.stored_keys(self.place.source, k, plain))
 
     def keep(self, q: Array, kv: KV, rope: Any) -> KV:
-        if self.cache.policy is None or not self.cache.policy.decodes:
-            return kv
-        how = self.options["how"]
-        mass = self.cache.mass(self.place.source, q, kv.k, how=how, among=self.place.sources)
+        return self._scored(q, kv.k, kv) if self.cache.scores_steps else kv
+
+    def _scored(self, q: Float[Array, "B 1 K G H"], k: Float[Array, "B 1 K H"], kv: KV) -> KV:
+        """The step's keys with the attention that it pays; its queries and keys as they meet."""
+        source, among = self.place.source, self.place.sources
+        mass = self.cache.mass(source, q, k, how=self.options["how"], among=among)
         return kv._replace(stored=Scored(kv.stored, mass))
 
     def __call__(
@@ -105,6 +110,15 @@ class Cached:
 class CachedLatent(Cached):
     """The same with latent attention."""
 
+    def fresh(self, k: Array, v: Array, plain: Array) -> KV:
+        return KV(k, v, k, self.cache.stored_keys(self.place.source, v, plain))
+
+    def keep(self, q: Array, q_rope: Array, kv: KV, rope: Any, *, up: Up) -> KV:  # type: ignore[override]
+        if not self.cache.scores_steps:
+            return kv
+        both = jnp.concatenate([kv.k, kv.v], axis=-1)  # B 1 1 C+R
+        return self._scored(absorbed_query(q, q_rope, up.key), both, kv)
+
     def __call__(self, q: Array, q_rope: Array, kv: KV, *, up: Up) -> Array:  # type: ignore[override]
         return self.cache.attend_latent(
             self.place.source, q, q_rope, kv.k, kv.v, up=up, **self.options
@@ -112,23 +126,26 @@ class CachedLatent(Cached):
 
 
 class Prompted(Dense):
-    """Dense attention of a whole prompt, of which each owner keeps what the cache's policy says."""
+    """Dense attention of a whole prompt, of which each owner keeps what the cache's policy says;
+    layers with a window keep what it can still reach."""
 
     def __init__(self, config: ModelConfig, place: Place, lengths: Int[Array, "B"], cache: KVCache):
         super().__init__(config, place, lengths)
-        self.cache, self.owners = cache, config.owners
+        self.cache = cache
+        self.spec = cache.groups[cache.layer_map[place.sources[0]][0]].spec
 
     def fresh(self, k: Array, v: Array, plain: Array) -> KV:
         return KV(k, v, self.cache.stored_keys(self.place.source, k, plain))
 
     def keep(self, q: Array, kv: KV, rope: Any) -> KV:
-        policy, T = self.cache.policy, kv.k.shape[1]
-        assert policy is not None
         how = self.how
         prompt = Prompt(q, kv.k, kv.v, self.lengths, rope, how.scale, how.softcap)
-        most = min(T, max(group.spec.kept or 0 for group in self.cache.groups))
-        scores = policy.scores(prompt)
-        chosen = select(policy, scores, self.lengths, self._keep(T), most)
+        return self._survivors(kv, prompt)
+
+    def _survivors(self, kv: KV, prompt: Prompt) -> KV:
+        """What of an owner's keys and values stays."""
+        T = kv.k.shape[1]
+        chosen, scores = self._chosen(prompt, kv.k.shape[2], min(T, self.cache.most_kept))
         place = jnp.minimum(chosen, T - 1)  # B K C
         at = place[..., None]
 
@@ -136,23 +153,35 @@ class Prompted(Dense):
             kept = jnp.take_along_axis(jnp.moveaxis(x, 1, 2), at, axis=2)
             return jnp.moveaxis(kept, 2, 1)  # B C K H
 
-        left = jnp.take_along_axis(scores.astype(jnp.float32), place, axis=2)
-        stored = Kept(of(kv.stored), chosen, left, T)
-        return kv._replace(stored=stored, v_stored=of(kv.v))
+        left = jnp.take_along_axis(scores, place, axis=2)
+        return kv._replace(stored=Kept(of(kv.stored), chosen, left, T), v_stored=of(kv.v))
+
+    def _chosen(self, prompt: Prompt, heads: int, most: int) -> tuple[Array, Array]:
+        """Places `[B, heads, most]` of what stays (T for none), and scores `[B, heads, T]`."""
+        (B, T), policy = prompt.k.shape[:2], self.cache.policy
+        assert policy is not None
+        if self.spec.kept is None:
+            at = self.spec.reached(self.lengths)[:, None] + jnp.arange(most)[None]  # B C
+            at = jnp.where(at < self.lengths[:, None], at, T)
+            at = jnp.broadcast_to(at[:, None], (B, heads, most))
+            return at, jnp.zeros((B, heads, T), jnp.float32)
+        scores = policy.scores(prompt).astype(jnp.float32)
+        scores = jnp.mean(scores, axis=1, keepdims=True) if prompt.joint else scores
+        return select(policy, scores, self.lengths, self._keep(T), most), scores
 
     def _keep(self, longest: int) -> Int[Array, "B"]:
         """How many tokens of each row stay in this layer."""
-        policy = self.cache.policy
+        policy, judged = self.cache.policy, self.cache.judged
         assert policy is not None
-        factors = policy.factors(len(self.owners))
+        factors = policy.factors(len(judged))
         counts = {
             f: policy.keep(self.lengths, longest=longest, factor=f) for f in dict.fromkeys(factors)
         }
         if len(counts) == 1:
             return counts[factors[0]]
-        each = jnp.stack([counts[f] for f in factors])  # O B
-        ordinal = [0] * (max(self.owners) + 1)
-        for i, owner in enumerate(self.owners):
+        each = jnp.stack([counts[f] for f in factors])  # judged layers, B
+        ordinal = [0] * (max(judged) + 1)
+        for i, owner in enumerate(judged):
             ordinal[owner] = i
         return each[jnp.asarray(ordinal)[self.place.index]]
 
@@ -193,6 +222,25 @@ class Retained:
         return out, State(state)
 
 
+class PromptedLatent(Prompted, DenseLatent):
+    """The same with latent attention: the policy sees the heads' full keys, turned channels first,
+    and all heads keep one set, as they share the latents."""
+
+    def fresh(self, k: Array, v: Array, plain: Array) -> KV:
+        return KV(k, v, k)
+
+    def keep(self, q: Array, q_rope: Array, kv: KV, rope: Any, *, up: Up) -> KV:  # type: ignore[override]
+        latent = kv.k[:, :, 0]  # B T C
+        k = jnp.einsum("btc,cnu->btnu", latent, up.key)
+        k_rope = jnp.broadcast_to(kv.v, (*k.shape[:3], kv.v.shape[-1]))
+        k = jnp.concatenate([k_rope, k], axis=-1)
+        v = jnp.einsum("btc,cnw->btnw", latent, up.value)
+        q = jnp.concatenate([q_rope, q], axis=-1)[:, :, :, None]  # B T N 1 R+U
+        how = self.how
+        prompt = Prompt(q, k, v, self.lengths, rope, how.scale, how.softcap, joint=True)
+        return self._survivors(kv, prompt)
+
+
 def attending(
     config: ModelConfig, lengths: Int[Array, "B"], cache: KVCache | None
 ) -> Callable[[Place], Any]:
@@ -201,10 +249,11 @@ def attending(
     def attend(place: Place) -> Any:
         if place.kind.retention:
             return Retained(config, place, lengths, cache)
+        latent = config.mla is not None
         if cache is None:
-            return (Dense if config.mla is None else DenseLatent)(config, place, lengths)
+            return (DenseLatent if latent else Dense)(config, place, lengths)
         if cache.pending:
-            return Prompted(config, place, lengths, cache)
-        return (Cached if config.mla is None else CachedLatent)(config, place, lengths, cache)
+            return (PromptedLatent if latent else Prompted)(config, place, lengths, cache)
+        return (CachedLatent if latent else Cached)(config, place, lengths, cache)
 
     return attend

@@ -1,23 +1,6 @@
 """The size formula of a cache, from its config alone: nothing is allocated.
 
-Per group of layers with the same codecs and window, with n layers that own keys and values, B
-rows, K KV heads with keys of H and values of R channels, E exact slots and M pages a row:
-
-    codes        n B M (bytes of a key page + bytes of a value page), without
-    scales       what travels with them, likewise
-    exact        n B K (H + R) E itemsize,   E = sinks + recent + page_size
-    calibration  the codecs' calibrated arrays
-    states       4 B N H^2 for each layer of gated retention (N query heads, float32)
-    tables       4 n B M + 4 B
-
-With eviction a row has at most kept + max_new tokens, and the tables hold 4 B more a group and,
-where keys are stored before RoPE, the 4 n B K kept positions. Evicting while decoding, there
-are E = kept slots, no pages, and 8 n B K E bytes of positions and scores.
-
-With a window of W, M is at most ceil((W - 1 - recent) / page_size) and sinks is 0; if W - 1 is at
-most recent + page_size, M is 0 and E is W - 1. Of latent attention K is 1, H the latent and R the
-rotated key, whatever the number of heads. Pages of the TPU kernel are `PageFormat.page_bytes` each,
-keys and values together; what pads them counts as scales.
+`kvjax.cache.size` has the formula.
 """
 
 from __future__ import annotations
@@ -25,9 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvjax.cache.build import group_specs
-from kvjax.cache.report import PARTS, split_bytes
-from kvjax.cache.spec import GroupSpec
-from kvjax.codecs.base import Codec, code_bytes
+from kvjax.cache.size import bytes_of
 from kvjax.config import CacheConfig, ModelConfig
 
 
@@ -35,37 +16,7 @@ def cache_bytes(
     model: ModelConfig, *, batch: int, max_len: int, config: CacheConfig, dtype: Any
 ) -> dict[str, int]:
     """Bytes by part of the cache that `init_cache` would make; same keys as `cache_report`."""
-    parts = dict.fromkeys(PARTS, 0) | {"tables": 4 * batch}
+    specs = group_specs(model, max_len=max_len, config=config, dtype=dtype)
+    parts = bytes_of(specs, batch=batch)
     parts["states"] = 4 * len(model.retaining) * batch * model.num_heads * model.head_dim**2
-    for spec in group_specs(model, max_len=max_len, config=config, dtype=dtype):
-        n, M = len(spec.layers), spec.pages_per_row
-        K, E = spec.num_kv_heads, spec.exact_slots
-        pool = n * batch * M
-        for codec, dim in ((spec.k_codec, spec.head_dim), (spec.v_codec, spec.v_head_dim)):
-            if spec.packed is None:
-                code, side = _page(spec, codec, dim)
-                parts["codes"] += pool * code
-                parts["scales"] += pool * side
-            parts["exact"] += n * batch * K * dim * E * spec.dtype.itemsize
-            params = codec.param_shapes(num_kv_heads=K, head_dim=dim)
-            parts["calibration"] += n * code_bytes(params)
-        if spec.packed is not None:
-            parts["codes"] += pool * (spec.packed.page_bytes - spec.packed.side_bytes)
-            parts["scales"] += pool * spec.packed.side_bytes
-        parts["tables"] += 4 * n * batch * M
-        if spec.heavy:  # positions and scores
-            parts["tables"] += 8 * n * batch * K * E
-        elif spec.kept is not None:
-            parts["tables"] += 4 * batch
-            parts["tables"] += 4 * n * batch * K * spec.kept * spec.k_codec.pre_rope
     return parts
-
-
-def _page(spec: GroupSpec, codec: Codec, dim: int) -> tuple[int, int]:
-    shapes = codec.code_shapes(
-        tokens=spec.page_size,
-        head_dim=dim,
-        num_kv_heads=spec.num_kv_heads,
-        dtype=spec.dtype,
-    )
-    return split_bytes(shapes)

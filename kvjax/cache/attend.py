@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import kernel
+from kvjax.cache.slots import slot_keys, slot_values
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codec, Codes, Params
 from kvjax.config import RopeConfig
@@ -128,7 +129,7 @@ def attend_layer(layer: LayerView, chunk: Chunk) -> Float[Array, "B A K G H"]:
         )
     exact = _slot_part if layer.spec.heavy else _exact_part
     part = merge(exact(layer, chunk), chunk_part(chunk, layer.spec.window))
-    if layer.spec.pages_per_row:
+    if layer.spec.pages_per_row and not layer.spec.heavy:
         part = _sealed_part(layer, chunk, part)
     if chunk.sinks is not None:
         part = with_sinks(part, jnp.repeat(chunk.sinks, A, axis=1)[None])
@@ -163,10 +164,11 @@ def _exact_part(layer: LayerView, chunk: Chunk) -> Partial:
     if spec.turns and how.rope is not None:
         token = spec.token_in_slot(chunk.length)
         k_t = _rope_tile(k_t, chunk, layer.position(token, chunk.length))
-    n = spec.sinks if spec.stream is not None and spec.turns and chunk.q.shape[1] > 1 else 0
+    apart = spec.stream is not None and spec.turns and how.rope is not None
+    n = spec.sinks if apart and chunk.q.shape[1] > 1 else 0
     options: dict[str, Any] = {"scale": how.scale, "softcap": how.softcap}
     part = attend_tile(chunk.rows, k_t[..., n:], v[:, :, n:], seen[..., n:], **options)
-    if not n or how.rope is None:
+    if not n:
         return part
     # later tokens of the call stand no farther from the sinks than the first
     near = _as_near(spec, chunk)
@@ -176,22 +178,38 @@ def _exact_part(layer: LayerView, chunk: Chunk) -> Partial:
 def _slot_part(layer: LayerView, chunk: Chunk) -> Partial:
     """Attention to slots that single tokens take from each other (`kvjax.cache.heavy`)."""
     assert layer.positions is not None
-    valid, how = layer.positions >= 0, chunk.how  # B K E
-    v = jnp.where(valid[..., None], layer.v_exact, 0)
-    seen = valid[:, :, None]
-    return attend_tile(chunk.rows, layer.k_exact, v, seen, scale=how.scale, softcap=how.softcap)
+    spec, how, q = layer.spec, chunk.how, chunk.rows
+    options: dict[str, Any] = {"scale": how.scale, "softcap": how.softcap}
+    valid = layer.positions >= 0  # B K E+Z
+    v = jnp.where(valid[..., : spec.ring, None], layer.v_exact, 0)
+    part = attend_tile(q, layer.k_exact, v, valid[:, :, None, : spec.ring], **options)
+    if not spec.coded:
+        return part
+    dtype = q.dtype
+    turned = spec.k_codec.prepare_query(q, layer.k_params).astype(dtype)
+    tile = slot_keys(layer, dtype), slot_values(layer, dtype), valid[:, :, None, spec.ring :]
+    coded = attend_tile(turned, *tile, **options)
+    acc = spec.v_codec.finish_output(coded.acc, layer.v_params).astype(jnp.float32)
+    return merge(part, coded._replace(acc=acc))
 
 
 def _as_near(spec: GroupSpec, chunk: Chunk) -> Float[Array, "B K Q H"]:
     """The chunk's queries, turned back to where a full stream has its newest token."""
-    assert spec.stream is not None
     assert chunk.how.rope is not None
-    full = jnp.maximum(chunk.length, spec.stream.sinks + spec.stream.recent)
-    beyond = jnp.maximum(0, chunk.tokens - full[:, None])  # B A
-    cos, sin = (x / attention_factor(chunk.how.rope) for x in chunk.angles(beyond))
+    at = beyond(spec, chunk.length, chunk.tokens)
+    cos, sin = (x / attention_factor(chunk.how.rope) for x in chunk.angles(at))
     B, A, K, G, H = chunk.q.shape
     turned = apply_rope(chunk.q.reshape(B, A, K * G, H), cos, -sin)
     return dataclasses.replace(chunk, q=turned.reshape(chunk.q.shape)).rows
+
+
+def beyond(
+    spec: GroupSpec, length: Int[Array, "B"], tokens: Int[Array, "B A"]
+) -> Int[Array, "B A"]:
+    """How far tokens of a call stand behind the place of a full stream's newest token."""
+    assert spec.stream is not None
+    full = jnp.maximum(length, spec.stream.sinks + spec.stream.recent)
+    return jnp.maximum(0, tokens - full[:, None])
 
 
 def chunk_part(chunk: Chunk, window: int | None) -> Partial:

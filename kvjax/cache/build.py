@@ -20,15 +20,21 @@ from kvjax.cache.kv_cache import KVCache, LayerGroup
 from kvjax.cache.latent import latent_codecs
 from kvjax.cache.pool import init_pool
 from kvjax.cache.report import bits_of
+from kvjax.cache.size import bytes_of
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codec, Params
 from kvjax.config import CacheConfig, ModelConfig, need
+from kvjax.eviction import Policy
 
 #: params of each layer's key codec and value codec
 Calibration = Sequence[tuple[Params, Params]]
 
 #: bits of a key's codes below which a cache warns: without calibrated arrays, with them
 KEY_BIT_FLOORS = (3.0, 2.0)
+
+
+#: slots of a page of single tokens: the fewest that fill words of any width
+SLOT_PAGE = 32
 
 
 class LowBitKeysWarning(UserWarning):
@@ -73,7 +79,7 @@ def init_cache(
         length=jnp.zeros((batch,), jnp.int32),
         layer_map=tuple(slot_of[model.source_of(layer)] for layer in range(model.num_layers)),
         max_len=max_len,
-        policy=config.policy,
+        policy=fitted_policy(model, max_len=max_len, config=config, dtype=dtype),
         pending=config.policy is not None,
         states=jnp.zeros(state, jnp.float32) if model.retaining else None,
     )
@@ -84,6 +90,43 @@ def group_specs(
 ) -> tuple[GroupSpec, ...]:
     """The groups of layers that share shapes, codecs and windows, in the order of their first
     layers. Only owners of keys and values are in them."""
+    policy = fitted_policy(model, max_len=max_len, config=config, dtype=dtype)
+    return _specs(model, policy, max_len=max_len, config=config, dtype=dtype)
+
+
+def fitted_policy(
+    model: ModelConfig, *, max_len: int, config: CacheConfig, dtype: Any
+) -> Policy | None:
+    """The config's policy, a budget in bytes turned into the most tokens with which the whole cache
+    of one row (all layers, `max_new` tokens after the prompt, tables, calibrated arrays) is no
+    larger. Raises ValueError when even the fewest are."""
+    policy = config.policy
+    if policy is None or policy.budget.bytes is None:
+        return policy
+
+    def size(tokens: int) -> int:
+        fitted = policy.of_tokens(tokens)
+        specs = _specs(model, fitted, max_len=max_len, config=config, dtype=dtype)
+        return sum(bytes_of(specs, batch=1).values())
+
+    low, high, most = policy.least, max(policy.least, max_len), policy.budget.bytes
+    need(
+        size(low) <= most,
+        f"evict {policy.name} budget",
+        f"at least {size(low)}B a row: {low} tokens of a prompt, {config.max_new} after it"
+        " (max_new), and the exact tokens",
+        str(policy.budget),
+        "Raise it, or take a smaller max_new, page_size or recent, or fewer bits.",
+    )
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if size(middle) <= most else (low, middle - 1)
+    return policy.of_tokens(low)
+
+
+def _specs(
+    model: ModelConfig, policy: Policy | None, *, max_len: int, config: CacheConfig, dtype: Any
+) -> tuple[GroupSpec, ...]:
     pairs = config.codecs(model.num_layers)
     need(
         config.mla_rope_bits is None or model.mla is not None,
@@ -91,12 +134,16 @@ def group_specs(
         "None: this model has no latent attention",
         config.mla_rope_bits,
     )
-    policy, owners = config.policy, model.owners
-    if policy is not None or config.stream is not None:
-        _check_evictable(model, max_len, config.evict)
-    factors = (1.0,) * len(owners) if policy is None else policy.factors(len(owners))
     _check_states(model, config, pairs)
-    layers: dict[tuple[Codec, Codec, int | None, int | None], list[int]] = {}
+    owners, judged = model.owners, judged_layers(model, max_len)
+    need(
+        policy is None or bool(judged),
+        "evict",
+        "none, as windows bound all layers of this model already (or streaming:SINKS+RECENT)",
+        config.evict,
+    )
+    factors = () if policy is None else policy.factors(len(judged))
+    layers: dict[tuple[Codec, Codec, int | None, bool, int | None], list[int]] = {}
     for layer, pair in enumerate(pairs):
         owner = model.source_of(layer)
         fix = f"Layer {layer} reads layer {owner}'s cache: give both one codec."
@@ -104,29 +151,25 @@ def group_specs(
         need(pair == pairs[owner], "layers", f"layer {layer} as layer {owner}", names, fix)
         if layer not in owners:
             continue
-        window = model.window_of(layer)
-        window = None if window is None or window >= max_len else window
-        if config.stream is not None:
-            window = config.stream.recent + 1
+        window, own = _window(model, layer, config, judged)
         codec_pair = pair if model.mla is None else latent_codecs(pair, config.mla_rope_bits)
-        factor = factors[owners.index(layer)]
-        kept = None if policy is None else policy.kept(max_len, factor)
-        layers.setdefault((*codec_pair, window, kept), []).append(layer)
+        kept = None
+        if policy is not None and layer in judged:
+            kept = policy.kept(max_len, factors[judged.index(layer)])
+        layers.setdefault((*codec_pair, window, own, kept), []).append(layer)
 
-    def spec(k: Codec, v: Codec, window: int | None, kept: int | None, members: list[int]):
-        heavy = policy is not None and policy.decodes
+    def spec(k: Codec, v: Codec, window: int | None, own: bool, kept: int | None, members):
+        heavy = kept is not None and policy is not None and policy.decodes
         room = 0 if heavy else config.max_new
         rows = max_len if kept is None else min(max_len, kept + room)
-        made = _spec(model, config, k, v, window, members, rows, dtype)
+        made = _spec(
+            model,
+            dataclasses.replace(config, page_size=SLOT_PAGE) if heavy else config,
+            *(k, v, window, own, members, rows, dtype),
+        )
         if heavy:
-            need(
-                k.name == v.name == "raw",
-                "evict",
-                "raw keys and values, as single tokens leave its slots at every step",
-                f"{config.evict} with {codecs.name_of(k)}+{codecs.name_of(v)}",
-                "Take snapkv, expected or observed with this codec, or h2o with raw.",
-            )
-            made = dataclasses.replace(made, heavy=True, sinks=0)
+            assert policy is not None
+            made = _heavy(made, policy, config)  # its pages are of single tokens
         return with_kernel(dataclasses.replace(made, kept=kept), config.kernel)
 
     return tuple(spec(*key, members) for key, members in layers.items())
@@ -135,7 +178,8 @@ def group_specs(
 def _check_states(
     model: ModelConfig, config: CacheConfig, pairs: Sequence[tuple[Codec, Codec]]
 ) -> None:
-    """Raises ValueError where a codec is named for a layer that has no keys and values."""
+    """Raises ValueError where a codec is named, or an eviction, for layers that have no keys and
+    values."""
     usual = dataclasses.replace(config, layers=None).codecs(1)[0]
     for layer in model.retaining:
         need(
@@ -145,31 +189,52 @@ def _check_states(
             f"{'+'.join(codecs.name_of(codec) for codec in pairs[layer])} for layer {layer}",
             "Leave it out: gated retention keeps an exact state.",
         )
-
-
-def _check_evictable(model: ModelConfig, max_len: int, evict: str | None) -> None:
     need(
-        model.mla is None,
-        "evict",
-        "none with latent attention, whose scores are not there yet",
-        evict,
-        "Leave evict out, or take a model without MLA.",
-    )
-    need(
-        not model.retaining,
+        config.evict is None or not model.retaining,
         "evict",
         "none with gated retention, whose layers keep a state and no tokens",
-        f"{evict} and gated retention in layers {list(model.retaining[:4])}",
+        f"{config.evict} and gated retention in layers {list(model.retaining[:4])}",
         "Leave evict out for this model.",
     )
-    windows = [n for n in model.owners if model.window_of(n) is not None]
+
+
+def _heavy(spec: GroupSpec, policy: Policy, config: CacheConfig) -> GroupSpec:
+    """The group with slots of single tokens: exact, or coded beyond the newest `window`."""
+    spec = dataclasses.replace(spec, heavy=True, sinks=0)
+    if not spec.coded:
+        return spec
+    named = f"{config.evict} with {codecs.name_of(spec.k_codec)}+{codecs.name_of(spec.v_codec)}"
     need(
-        all(model.window_of(n) >= max_len for n in windows),  # type: ignore[operator]
+        spec.k_codec.single and spec.v_codec.single,
         "evict",
-        "none with sliding windows, which bound their layers already",
-        f"{evict} and windows in layers {windows[:4]}",
-        "Leave evict out for this model.",
+        "raw, or keys and values whose tokens are coded one by one after RoPE (int8, int4, fp8,"
+        " turboquant), as single tokens leave its slots at every step",
+        named,
+        "Take snapkv, expected or observed with this codec.",
     )
+    fix = "Take raw, or snapkv, expected or observed with this codec."
+    need(not spec.latent, "evict", "raw for latents whose tokens leave one by one", named, fix)
+    need(policy.window > 0, "evict h2o window", "an int > 0 with a codec", policy.window)
+    return dataclasses.replace(spec, recent=policy.window)
+
+
+def judged_layers(model: ModelConfig, max_len: int) -> tuple[int, ...]:
+    """Owners whose tokens an eviction policy judges: those without a window that bounds them."""
+    windows = {layer: model.window_of(layer) for layer in model.owners}
+    return tuple(n for n, window in windows.items() if window is None or window >= max_len)
+
+
+def _window(
+    model: ModelConfig, layer: int, config: CacheConfig, judged: tuple[int, ...]
+) -> tuple[int | None, bool]:
+    """(tokens back that a layer sees, whether that is the model's own window). A stream bounds the
+    layers that see further than it does."""
+    own, stream = None if layer in judged else model.window_of(layer), config.stream
+    if stream is None:
+        return own, own is not None
+    if own is None or own > stream.sinks + stream.recent:
+        return stream.recent + 1, False
+    return min(own, stream.recent + 1), True
 
 
 def _spec(
@@ -178,6 +243,7 @@ def _spec(
     k_codec: Codec,
     v_codec: Codec,
     window: int | None,
+    own: bool,
     members: list[int],
     max_len: int,
     dtype: Any,
@@ -189,10 +255,11 @@ def _spec(
     v_codec.check(head_dim=v_dim, page_size=config.page_size, role="v")
     raw = k_codec.name == v_codec.name == "raw"
     sinks = (0 if raw else 4) if config.sinks is None else config.sinks
-    if config.stream is not None:
-        sinks = min(config.stream.sinks, max_len)
-    elif window is not None:
+    stream = config.stream
+    if own:
         sinks = 0  # a window leaves the first tokens behind
+    elif stream is not None:
+        sinks = min(stream.sinks, max_len)
     return GroupSpec(
         layers=tuple(members),
         num_kv_heads=heads,
@@ -206,7 +273,8 @@ def _spec(
         dtype=jnp.dtype(dtype),
         v_head_dim=v_dim,
         window=window,
-        stream=config.stream,
+        own_window=own,
+        stream=stream,
         latent=model.mla is not None,
     )
 
@@ -247,7 +315,7 @@ def _init_group(
     table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(1, batch, pages)
     positions = None
     if spec.heavy:
-        positions = jnp.full((*rows, E), -1, jnp.int32)
+        positions = jnp.full((*rows, spec.places), -1, jnp.int32)
     elif spec.kept is not None and spec.k_codec.pre_rope:
         positions = jnp.zeros((*rows, spec.kept), jnp.int32)
     return LayerGroup(
@@ -259,6 +327,6 @@ def _init_group(
         v_params=params_of(spec.v_codec, R, 1),
         spec=spec,
         evicted=None if spec.kept is None or spec.heavy else jnp.zeros((batch,), jnp.int32),
-        scores=jnp.zeros((*rows, E), jnp.float32) if spec.heavy else None,
+        scores=jnp.zeros((*rows, spec.places), jnp.float32) if spec.heavy else None,
         positions=positions,
     )

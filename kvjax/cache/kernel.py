@@ -95,6 +95,7 @@ def _gpu(spec: GroupSpec) -> GroupSpec:
 def _check(spec: GroupSpec) -> None:
     """Raises NotImplementedError on what no kernel takes."""
     _need(not spec.turns, "keys before RoPE: no kernel turns them yet.")
+    _need(not spec.heavy, "evict: no kernel reads slots of single tokens.")
 
 
 def _need(ok: bool, reason: str) -> None:

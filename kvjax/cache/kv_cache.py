@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.append import append_group
 from kvjax.cache.attend import Chunk, How, LayerView, attend_layer
-from kvjax.cache.heavy import append_heavy, fill_heavy, step_mass
+from kvjax.cache.heavy import Scored, append_heavy, fill_heavy, step_mass
 from kvjax.cache.latent import LatentChunk, attend_latent
 from kvjax.cache.pool import Pool
 from kvjax.cache.spec import GroupSpec
@@ -96,6 +96,23 @@ class KVCache:
         """The layers that have keys and values here, in order."""
         return tuple(sorted(layer for group in self.groups for layer in group.spec.layers))
 
+    @property
+    def judged(self) -> tuple[int, ...]:
+        """Those of them whose tokens a policy judges: layers with windows keep theirs."""
+        groups = [group for group in self.groups if group.spec.kept is not None]
+        return tuple(sorted(layer for group in groups for layer in group.spec.layers))
+
+    @property
+    def most_kept(self) -> int:
+        """Tokens that a layer leaves of a prompt at most."""
+        specs = [group.spec for group in self.groups]
+        return max(spec.span if spec.kept is None else spec.kept for spec in specs)
+
+    @property
+    def scores_steps(self) -> bool:
+        """Each decode step's attention counts for what is evicted next."""
+        return self.policy is not None and self.policy.decodes
+
     def _among_owners(self, group: LayerGroup) -> tuple[int, ...]:
         """Which of the owners are the group's layers."""
         owners = self.owners
@@ -109,7 +126,7 @@ class KVCache:
     @property
     def longest_call(self) -> int | None:
         """Tokens that one call may bring at most; None: no bound."""
-        if self.groups[0].spec.heavy and not self.pending:
+        if self.scores_steps and not self.pending:
             return 1  # every token's attention is judged before the next comes
         stream = self.groups[0].spec.stream
         return None if stream is None else stream.recent
@@ -145,8 +162,10 @@ class KVCache:
         how: How,
         among: Sequence[int] | None = None,
     ) -> Float[Array, "B K E+1"]:
-        """Attention that one token of each row pays to the slots and to itself."""
-        return self._of(layer, among, lambda view: step_mass(view, q, k, how))
+        """Attention that one token of each row pays to the slots and to itself; zeros in layers
+        whose tokens are not judged."""
+        slots = max(group.spec.places for group in self.groups if group.spec.heavy)
+        return self._of(layer, among, lambda view: step_mass(view, q, k, how, slots=slots))
 
     def attend_latent(
         self,
@@ -223,13 +242,12 @@ class KVCache:
 
         def appended(group: LayerGroup) -> LayerGroup:
             mine = self._among_owners(group)
+            fresh, own = jax.tree.map(lambda x: _take(x, mine), (k, v))
             if group.spec.heavy:
                 assert self.policy is not None
-                fresh = jax.tree.map(lambda x: _take(x, mine), k)
-                own = _take(v, mine)
                 return append_heavy(group, self.policy, fresh, own, length=self.length, new=new)
-            rows = group.rows(self.length)
-            return append_group(group, _take(k, mine), _take(v, mine), length=rows, new=new)
+            fresh = fresh.k if isinstance(fresh, Scored) else fresh
+            return append_group(group, fresh, own, length=group.rows(self.length), new=new)
 
         if states is not None and self.states is not None:  # rows without new tokens keep theirs
             states = jnp.where((new > 0)[None, :, None, None, None], states, self.states)
@@ -240,18 +258,23 @@ class KVCache:
         self, kept: Kept, v: Float[Array, "O B C K R"], *, lengths: Int[Array, "B"]
     ) -> KVCache:
         """The cache of prompts of these lengths, of which the owners kept some tokens."""
-        policy = self.policy
+        policy, judged = self.policy, self.judged
         assert policy is not None
-        factors = policy.factors(len(self.owners))
+        factors = policy.factors(len(judged))
 
         def filled(group: LayerGroup) -> LayerGroup:
-            mine = self._among_owners(group)
-            keep = policy.keep(lengths, longest=kept.length, factor=factors[mine[0]])
-            C = min(group.spec.kept or 0, kept.k.shape[2])
+            mine, spec = self._among_owners(group), group.spec
+            C = min(spec.span if spec.kept is None else spec.kept, kept.k.shape[2])
             own = _take(kept.k, mine)[:, :, :C], _take(v, mine)[:, :, :C]
+            if spec.kept is None:  # a window: its newest tokens, as they are
+                first = spec.reached(lengths)
+                return append_group(group, *own, length=first, new=lengths - first)
+            factor = factors[judged.index(spec.layers[0])]
+            keep = policy.keep(lengths, longest=kept.length, factor=factor)
             if group.spec.heavy:
                 places, scores = (_take(x, mine)[..., :C] for x in (kept.at, kept.scores))
-                return fill_heavy(group, own[0], places, scores, own[1], length=kept.length)
+                stayed = (group, own[0], places, scores, own[1])
+                return fill_heavy(*stayed, lengths=lengths, padded=kept.length)
             zero = jnp.zeros_like(lengths)
             group = append_group(group, *own, length=zero, new=keep)
             evicted = lengths - keep

@@ -18,9 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import codecs
 from kvjax.cache import kernel
-from kvjax.cache.attend import Chunk, How, LayerView, chunk_part, exact_seen, pages_seen
+from kvjax.cache.attend import Chunk, How, LayerView, beyond, chunk_part, exact_seen, pages_seen
+from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codec
 from kvjax.config import need
+from kvjax.layers.rope import apply_rope, attention_factor, rope_tables
 from pallas_kernels.paged_attention import paged_partial
 from pallas_kernels.softmax import Partial, attend_tile, finish, merge
 
@@ -89,17 +91,64 @@ def dense_latent(chunk: LatentChunk, window: int | None) -> Float[Array, "B A N 
 def attend_latent(layer: LayerView, chunk: LatentChunk) -> Float[Array, "B A N W"]:
     """See `KVCache.attend_latent`."""
     spec = layer.spec
+    if layer.evicted is not None:  # the cache numbers its tokens without the evicted ones
+        chunk = dataclasses.replace(chunk, length=chunk.length - layer.evicted)
     plain = _as_chunk(chunk)
-    valid, seen = exact_seen(spec, plain)
-    latent = jnp.swapaxes(layer.k_exact, 2, 3)  # B 1 E C
-    latent = jnp.where(valid[:, None, :, None], latent, 0)  # an unused slot may hold anything
-    k, v = _keys_values(chunk, latent, layer.v_exact)
-    k_t, how = jnp.swapaxes(k, 2, 3), chunk.how
-    exact = attend_tile(plain.rows, k_t, v, seen, scale=how.scale, softcap=how.softcap)
-    part = merge(exact, chunk_part(plain, spec.window))
+    part = merge(_exact_part(layer, chunk, plain), chunk_part(plain, spec.window))
     if spec.pages_per_row:
         part = merge(part, _paged_part(layer, chunk, plain))
     return _finish(chunk, part)
+
+
+def _exact_part(layer: LayerView, chunk: LatentChunk, plain: Chunk) -> Partial:
+    spec, how = layer.spec, chunk.how
+    if spec.heavy:
+        assert layer.positions is not None
+        valid = layer.positions[:, 0] >= 0  # B E
+        seen = valid[:, None, None]
+    else:
+        valid, seen = exact_seen(spec, plain)
+    latent = jnp.swapaxes(layer.k_exact, 2, 3)  # B 1 E C
+    latent = jnp.where(valid[:, None, :, None], latent, 0)  # an unused slot may hold anything
+    token = spec.token_in_slot(chunk.length)
+    k, v = _keys_values(chunk, latent, _turned(layer, chunk, layer.v_exact[:, 0], token)[:, None])
+    k_t = jnp.swapaxes(k, 2, 3)
+    n = spec.sinks if spec.turns and how.rope is not None and chunk.q.shape[1] > 1 else 0
+    options: dict[str, Any] = {"scale": how.scale, "softcap": how.softcap}
+    part = attend_tile(plain.rows, k_t[..., n:], v[:, :, n:], seen[..., n:], **options)
+    if not n:
+        return part
+    # later tokens of the call stand no farther from the sinks than the first
+    near = _as_chunk(dataclasses.replace(chunk, q_rope=_as_near(spec, chunk))).rows
+    return merge(part, attend_tile(near, k_t[..., :n], v[:, :, :n], seen[..., :n], **options))
+
+
+def _turned(
+    layer: LayerView, chunk: LatentChunk, k_rope: Float[Array, "B S R"], token: Int[Array, "B S"]
+) -> Float[Array, "B S R"]:
+    """Cached rotated keys as the queries meet them: a stream turns them when they are read."""
+    if not layer.spec.turns or chunk.how.rope is None:
+        return k_rope
+    at = layer.position(token, chunk.length)
+    tables = rope_tables(chunk.how.rope, k_rope.shape[-1], at, chunk.length + chunk.new)
+    return apply_rope(k_rope[:, :, None], *tables, interleave=chunk.how.interleave)[:, :, 0]
+
+
+def _as_near(spec: GroupSpec, chunk: LatentChunk) -> Float[Array, "B A N R"]:
+    """The chunk's rotated queries, turned back to where a full stream has its newest token."""
+    rope = chunk.how.rope
+    assert rope is not None
+    at = beyond(spec, chunk.length, _as_chunk(chunk).tokens)
+    tables = rope_tables(rope, chunk.q_rope.shape[-1], at, chunk.length + chunk.new)
+    cos, sin = (x / attention_factor(rope) for x in tables)
+    return apply_rope(chunk.q_rope, cos, -sin)
+
+
+def absorbed_query(
+    q: Float[Array, "B A N U"], q_rope: Float[Array, "B A N R"], up_k: Float[Array, "C N U"]
+) -> Float[Array, "B A 1 N C+R"]:
+    """Queries that meet latents and rotated keys themselves, of one head."""
+    return jnp.concatenate([jnp.einsum("banu,cnu->banc", q, up_k), q_rope], axis=-1)[:, :, None]
 
 
 def _absorbed(chunk: LatentChunk) -> bool:
@@ -112,8 +161,7 @@ def _as_chunk(chunk: LatentChunk) -> Chunk:
     k, v = _keys_values(chunk, *(jnp.moveaxis(x, 1, 2) for x in (chunk.latent, chunk.k_rope)))
     k, v = jnp.moveaxis(k, 2, 1), jnp.moveaxis(v, 2, 1)
     if _absorbed(chunk):
-        q = jnp.einsum("banu,cnu->banc", chunk.q, chunk.up_k)
-        q = jnp.concatenate([q, chunk.q_rope], axis=-1)[:, :, None]  # B A 1 N C+R
+        q = absorbed_query(chunk.q, chunk.q_rope, chunk.up_k)
     else:
         q = jnp.concatenate([chunk.q, chunk.q_rope], axis=-1)[:, :, :, None]  # B A N 1 U+R
     return Chunk(q, k, v, chunk.length, chunk.new, chunk.at, None, chunk.how)
@@ -149,30 +197,35 @@ def _paged_part(layer: LayerView, chunk: LatentChunk, plain: Chunk) -> Partial:
     params, rope_params = layer.k_params, layer.v_params
     q, dtype, C = plain.rows, chunk.q.dtype, spec.head_dim
 
-    def parts(codes: Any) -> tuple[Array, Array]:
-        """Latents and rotated keys of a tile, in their codecs' spaces: [B, n, 1, S, ...]."""
+    def parts(codes: Any, tokens: Int[Array, "S"]) -> tuple[Array, Array]:
+        """Latents, in their codec's space, and rotated keys of a tile: [B, n, 1, S, ...]."""
         if spec.packed is not None:
-            latent, turned = spec.packed.unpack(codes[0]["page"])
-            return latent.astype(dtype), turned.astype(dtype)
-        return codec.decode(codes[0], params, dtype), rope.decode(codes[1], rope_params, dtype)
+            latent, k_rope = (x.astype(dtype) for x in spec.packed.unpack(codes[0]["page"]))
+        else:
+            latent = codec.decode(codes[0], params, dtype)
+            k_rope = rope.decode(codes[1], rope_params, dtype)
+        k_rope = rope.finish_output(k_rope, rope_params)
+        flat = k_rope.reshape(k_rope.shape[0], -1, k_rope.shape[-1])
+        token = spec.paged_token(tokens, chunk.length)
+        return latent, _turned(layer, chunk, flat, token).reshape(k_rope.shape)
 
     if _absorbed(chunk):
         q_latent = codec.prepare_query(q[..., :C], params)
-        q_rope = rope.prepare_query(q[..., C:], rope_params)
-        q = jnp.concatenate([q_latent.astype(dtype), q_rope.astype(dtype)], axis=-1)
         if kernel.takes(spec, plain):
+            q_rope = rope.prepare_query(q[..., C:], rope_params)
+            q = jnp.concatenate([q_latent.astype(dtype), q_rope.astype(dtype)], axis=-1)
             part = kernel.kernel_part(layer, plain, q)
             return part._replace(acc=codec.finish_output(part.acc, params).astype(jnp.float32))
+        q = jnp.concatenate([q_latent.astype(dtype), q[..., C:]], axis=-1)
 
-        def tile(codes: Any) -> tuple[Array, Array]:
-            latent, k_rope = parts(codes)
+        def tile(codes: Any, tokens: Any) -> tuple[Array, Array]:
+            latent, k_rope = parts(codes, tokens)
             return jnp.concatenate([latent, k_rope], axis=-1), latent
     else:
 
-        def tile(codes: Any) -> tuple[Array, Array]:
-            latent, k_rope = parts(codes)
+        def tile(codes: Any, tokens: Any) -> tuple[Array, Array]:
+            latent, k_rope = parts(codes, tokens)
             latent = codec.finish_output(latent.astype(jnp.float32), params).astype(dtype)
-            k_rope = rope.finish_output(k_rope, rope_params)
             return _keys_values(chunk, latent, k_rope)
 
     pages = (layer.k_pages, layer.v_pages)
@@ -182,8 +235,8 @@ def _paged_part(layer: LayerView, chunk: LatentChunk, plain: Chunk) -> Partial:
         pages,
         layer.table,
         spec.used_pages(chunk.length),
-        decode_k=lambda codes, tokens: jnp.swapaxes(tile(codes)[0], 3, 4),
-        decode_v=lambda codes, tokens: tile(codes)[1],
+        decode_k=lambda codes, tokens: jnp.swapaxes(tile(codes, tokens)[0], 3, 4),
+        decode_v=lambda codes, tokens: tile(codes, tokens)[1],
         page_size=spec.page_size,
         scale=chunk.how.scale,
         softcap=chunk.how.softcap,

@@ -36,7 +36,7 @@ def cache_report(cache: KVCache) -> dict[str, Any]:
     over the tokens of all rows at capacity (of a stream: that it has had so far). raw_bytes,
     bf16_bytes: the same capacity as one dense array in the model's dtype, in bfloat16; ratio and
     bf16_ratio: how many times smaller the cache is. evict: the policy, or None. codecs: the groups;
-    "rows": tokens of each row that one has.
+    "rows": tokens of each row that one has; "judged": whether eviction takes tokens of it.
     """
     parts = dict.fromkeys(PARTS, 0) | {"tables": cache.length.nbytes}
     slack, lengths, kept = 0, np.asarray(cache.length), []
@@ -49,8 +49,10 @@ def cache_report(cache: KVCache) -> dict[str, Any]:
         rows = lengths if group.evicted is None else lengths - np.asarray(group.evicted)
         slack += pool * _free_pages(group.spec, rows) // max(1, group.table.size)
         rows = np.minimum(rows, group.spec.max_len)  # what lies past it was dropped
-        stream = group.spec.stream
-        kept.append(rows if stream is None else np.minimum(rows, stream.sinks + stream.recent))
+        if group.spec.stream is not None:
+            assert group.spec.window is not None
+            rows = np.minimum(rows, group.spec.sinks + group.spec.window - 1)
+        kept.append(rows)
         parts["exact"] += _nbytes((group.k_exact, group.v_exact))
         parts["calibration"] += _nbytes((group.k_params, group.v_params))
         parts["tables"] += _nbytes((group.table, group.evicted, group.positions, group.scores))
@@ -149,10 +151,13 @@ def format_report(report: dict[str, Any]) -> str:
     lines.append(f"  {'per token':<12}{human(report['bytes_per_token']):>12}")
     lines.extend(_describe(group) for group in report["codecs"])
     if report["evict"]:
-        held = [max(group["rows"], default=0) for group in report["codecs"]]
+        judged = [group for group in report["codecs"] if group["judged"]]
+        held = [max(group["rows"], default=0) for group in judged]
+        others = [n for group in report["codecs"] if not group["judged"] for n in group["layers"]]
+        tail = f"; layers {ranges(sorted(others))} keep their windows" if others else ""
         lines.append(
             f"  evict {report['evict']}: {min(held)} to {max(held)} of"
-            f" {max(report['tokens'])} tokens are here"
+            f" {max(report['tokens'])} tokens are here{tail}"
         )
     ratio = report["bf16_ratio"]
     size = f"{ratio:.2f} times smaller than" if ratio >= 1 else f"{1 / ratio:.2f} times the size of"
@@ -170,7 +175,7 @@ def ranges(layers: Sequence[int]) -> str:
 def _describe(group: dict[str, Any]) -> str:
     """What a group of layers is made of."""
     bits, first = group["effective_bits"], f"  layers {ranges(group['layers'])}: "
-    if group["slots"]:
+    if group["slots"] and not group["pages"]:
         return f"{first}exact, {group['slots']} slots a head, one token each"
     if not group["pages"]:
         last = group["window"] or group["recent"] + group["page_size"]
@@ -179,8 +184,11 @@ def _describe(group: dict[str, Any]) -> str:
     k, v = ("latents", "rotated keys") if group["latent"] else ("keys", "values")
     reader = {"xla": "plain XLA", "tpu": "the TPU kernel", "gpu": "the GPU kernel"}[group["kernel"]]
     why = f" ({group['why_xla']})" if group["why_xla"] else ""
-    line = (
-        f"{first}{k} {group['k']} {bits['k']:.3g} bits, {v} {group['v']} {bits['v']:.3g} bits;"
+    line = f"{first}{k} {group['k']} {bits['k']:.3g} bits, {v} {group['v']} {bits['v']:.3g} bits;"
+    if group["slots"]:
+        slots = f"{group['slots']} slots a head, one token each"
+        return f"{line} {slots}, the newest {group['recent']} exact"
+    line += (
         f" exact: first {group['sinks']}, last {group['recent']} and a page of"
         f" {group['page_size']} that fills"
     )
@@ -207,9 +215,10 @@ def _group(spec: GroupSpec) -> dict[str, Any]:
         "sinks": spec.sinks,
         "recent": spec.recent,
         "window": spec.window,
+        "judged": not spec.own_window and (spec.kept is not None or spec.stream is not None),
         "pages": spec.pages_per_row,
         "latent": spec.latent,
-        "slots": spec.max_len if spec.heavy else None,
+        "slots": spec.places if spec.heavy else None,
         "kernel": spec.kernel,
         "why_xla": spec.why_xla,
         "effective_bits": mean_bits([spec]),
@@ -218,6 +227,9 @@ def _group(spec: GroupSpec) -> dict[str, Any]:
 
 def _free_pages(spec: GroupSpec, lengths: np.ndarray) -> int:
     """Pages of all rows and layers that hold no token yet."""
+    if spec.heavy:
+        slots = np.clip(lengths - spec.ring, 0, spec.heavy_slots)
+        return len(spec.layers) * int((spec.pages_per_row + -slots // spec.page_size).sum())
     # spec.sealed_pages in NumPy: a report compiles nothing
     sealed = np.clip((lengths - spec.sinks - spec.recent) // spec.page_size, 0, spec.pages_per_row)
     return len(spec.layers) * int((spec.pages_per_row - sealed).sum())

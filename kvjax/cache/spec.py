@@ -39,9 +39,10 @@ class GroupSpec:
     dtype: Any
     v_head_dim: int  # of values; with MLA of the rotated key
     window: int | None = None  # tokens back that a query sees, itself included
+    own_window: bool = False  # it is the model's, not a stream's: eviction leaves the layers alone
     latent: bool = False
     stream: Streaming | None = None  # sinks stay whatever the window
-    heavy: bool = False  # exact slots only, which single tokens take from each other
+    heavy: bool = False  # slots that single tokens take from each other
     kept: int | None = None  # tokens of a prompt that eviction leaves at most; None: all stay
     kernel: str = "xla"  # what reads sealed pages: "xla", "tpu", "gpu" (`kvjax.cache.kernel`)
     why_xla: str = ""  # why no kernel does
@@ -64,10 +65,27 @@ class GroupSpec:
         return self.window is not None and self.window - 1 <= self.recent + self.page_size
 
     @property
+    def coded(self) -> bool:
+        """Single tokens are coded in the slots, once they have left the ring."""
+        return self.heavy and not self.k_codec.name == self.v_codec.name == "raw"
+
+    @property
+    def heavy_slots(self) -> int:
+        """Coded slots of single tokens."""
+        return max(1, self.max_len - self.ring) if self.coded else 0
+
+    @property
+    def places(self) -> int:
+        """Single tokens that a KV head holds where they are evicted one by one."""
+        return self.ring + self.heavy_slots
+
+    @property
     def ring(self) -> int:
         """Slots of the exact ring: the guaranteed recent tokens and a page that fills up."""
+        if self.coded:
+            return max(1, min(self.recent, self.max_len - 1))
         if self.heavy:
-            return self.max_len - self.sinks
+            return self.max_len
         if self.window is not None and self.exact_window:
             return max(1, self.window - 1)
         return self.recent + self.page_size
@@ -79,12 +97,23 @@ class GroupSpec:
     @property
     def pages_per_row(self) -> int:
         """Sealed pages of a row that is `max_len` tokens long, or that a window can reach."""
-        if self.exact_window or self.heavy:
+        if self.heavy:
+            return -(-self.heavy_slots // self.page_size)
+        if self.exact_window:
             return 0
         pages = max(0, (self.max_len - self.sinks - self.recent) // self.page_size)
         if self.window is None:
             return pages
         return min(pages, -(-(self.window - 1 - self.recent) // self.page_size))
+
+    def reached(self, length: Int[Array, "B"]) -> Int[Array, "B"]:
+        """The first token of a row of this length that a window's ring and pages can hold."""
+        return jnp.maximum(0, length - self.span)
+
+    @property
+    def span(self) -> int:
+        """Newest tokens that a window's ring and pages can hold."""
+        return self.ring + self.pages_per_row * self.page_size
 
     def sealed_pages(self, length: Int[Array, ...]) -> Int[Array, ...]:
         """How many pages of a row of this length have been sealed, those that a window has left

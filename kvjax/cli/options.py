@@ -187,8 +187,8 @@ def _add_cache(parser: Parser) -> None:
     group.add_argument(
         "--evict",
         metavar="POLICY:BUDGET",
-        help="which tokens of the prompt stay: snapkv:1024, expected:25%%, pyramidkv:512, ..."
-        " (docs/eviction.md); default: all",
+        help="which tokens of the prompt stay: snapkv:1024, expected:25%%, keydiff:64MiB,"
+        " streaming:4+1020, ... (docs/eviction.md); default: all",
     )
     group.add_argument(
         "--page-size", type=int, metavar="N", help="tokens of a cache page (default: 128)"

@@ -50,6 +50,8 @@ class Codec(abc.ABC):
     pre_rope: ClassVar[bool] = False
     #: the stored `x` is what `decode` (for keys `decode_t`) gives: attention may read it in place
     in_place: ClassVar[bool] = False
+    #: a token's codes are its own, in leaves of the layouts above: it may be written over alone
+    single: ClassVar[bool] = False
     #: `calibrate` uses weights; the others refuse them
     uses_weights: ClassVar[bool] = False
     #: `calibrate` takes `metric` `[K, H, H]`: E[g g^T], g the loss's gradient by an entry

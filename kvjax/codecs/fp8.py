@@ -28,6 +28,7 @@ _FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 @dataclasses.dataclass(frozen=True)
 class Fp8(Codec):
     name: ClassVar[str] = "fp8"
+    single: ClassVar[bool] = True
     format: str = "e4m3"
     scale_dtype: str = "float16"
 

@@ -25,6 +25,7 @@ class Int8(Codec):
     """Symmetric, one scale absmax/127 per token and head, always from the token itself."""
 
     name: ClassVar[str] = "int8"
+    single: ClassVar[bool] = True
     scale_dtype: str = "float16"
 
     def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
@@ -41,6 +42,7 @@ class Int(Codec):
     """Packed integers of `bits`, per token in groups of `group` channels (None: the whole head)."""
 
     name: ClassVar[str] = "int"
+    single: ClassVar[bool] = True
     bits: int = 4
     symmetric: bool = False
     group: int | None = None

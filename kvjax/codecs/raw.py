@@ -19,6 +19,7 @@ class Raw(Codec):
     """dtype: None keeps what `encode` is given, which must then be in the cache's dtype."""
 
     name: ClassVar[str] = "raw"
+    single: ClassVar[bool] = True
     in_place: ClassVar[bool] = True
     dtype: str | None = None
 

@@ -36,6 +36,7 @@ class TurboQuant(Codec):
     """
 
     name: ClassVar[str] = "turboquant"
+    single: ClassVar[bool] = True
     bits: int = 4
     scale: str = "unbiased"
     seed: int = 0
@@ -94,6 +95,7 @@ class TurboQuantMixed(Codec):
     """
 
     name: ClassVar[str] = "turboquant-mixed"
+    single: ClassVar[bool] = True
     bits: int = 2
     scale: str = "unbiased"
     seed: int = 0
@@ -171,6 +173,7 @@ class TurboQuantProd(Codec):
     """
 
     name: ClassVar[str] = "turboquant-prod"
+    single: ClassVar[bool] = True
     bits: int = 3
     sketch: str = "orthogonal"
     seed: int = 0

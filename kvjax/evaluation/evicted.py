@@ -23,6 +23,7 @@ from kvjax.evaluation import passkey
 from kvjax.evaluation.quality import quality, share
 from kvjax.evaluation.reading import best_tokens, compare, dense_states, step
 from kvjax.model import Transformer
+from kvjax.plan import cache_bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,11 +58,24 @@ class EvictBench:
             "inside": share(inside) | {"cells": passkey.by_cell(task.cases, inside)},
             "outside": share(outside) | {"cells": passkey.by_cell(task.cases, outside)},
             **quality(losses),
+            "constants": dataclasses.asdict(config.policy or config.stream),  # type: ignore[arg-type]
             "rows": [group["rows"][0] for group in report["codecs"]],
+            "layers": [group["layers"] for group in report["codecs"]],
             "total_bytes": report["total_bytes"],
             "ratio": report["ratio"],
+            "prompt_ratio": self._prompt_ratio(config),
             "seconds": time.perf_counter() - began,
         }
+
+    def _prompt_ratio(self, config: CacheConfig) -> float:
+        """How many times smaller the cache of the prompt alone is than its keys and values as one
+        dense array."""
+        model, prompt, dtype = self.model.config, self.task.prompt, self.model.dtype
+        alone = dataclasses.replace(config, max_new=1)
+        small = cache_bytes(model, batch=1, max_len=prompt, config=alone, dtype=dtype)
+        heads, k_dim, v_dim = model.cache_shape
+        dense = len(model.owners) * heads * (k_dim + v_dim) * prompt * jnp.dtype(dtype).itemsize
+        return dense / sum(small.values())
 
     def _passkeys(self, config: CacheConfig, after: list[int]) -> list[bool]:
         """Which are right when the last `after` tokens of each case follow the judged prompt."""
@@ -91,15 +105,21 @@ def states_after(
     chunk: int = 32,
 ) -> tuple[Float[np.ndarray, "B S D"], KVCache]:
     """Final states of every token: those of each row's prompt densely, of the rest through what
-    eviction left of it. lengths: real tokens of each row; None: all."""
+    eviction left of it. A stream has no prompt: all of its tokens go through the cache. lengths:
+    real tokens of each row; None: all. chunk: tokens of a call, one where h2o decodes."""
     B, S = tokens.shape
     lengths = np.full((B,), S) if lengths is None else np.asarray(lengths)
     graphdef, state = nnx.split(model)
-    rest = int((lengths - prompts).max())
-    config = dataclasses.replace(config, max_new=-(-rest // chunk) * chunk)
-    cache = model.init_cache(batch=B, max_len=S + config.max_new, config=config)
-    x, cache = step(graphdef, state, cache, jnp.asarray(tokens), jnp.asarray(prompts, jnp.int32))
-    out = np.array(x.astype(jnp.float32))
+    config = dataclasses.replace(config, max_new=int((lengths - prompts).max()))
+    cache = model.init_cache(batch=B, max_len=S, config=config)
+    out = np.zeros((B, S, model.config.hidden_size), np.float32)
+    if cache.pending:
+        new = jnp.asarray(prompts, jnp.int32)
+        x, cache = step(graphdef, state, cache, jnp.asarray(tokens), new)
+        out = np.array(x.astype(jnp.float32))
+    else:
+        prompts = np.zeros_like(prompts)
+    rest, chunk = int((lengths - prompts).max()), min(chunk, cache.longest_call or chunk)
     for at in range(0, rest, chunk):
         new = np.clip(lengths - prompts - at, 0, chunk)
         where = np.minimum(prompts[:, None] + at + np.arange(chunk)[None], S - 1)

@@ -10,19 +10,20 @@ from kvjax.eviction.base import Prompt
 from pallas_kernels.softmax import soft_cap
 
 
-def window_mass(prompt: Prompt, window: int) -> Float[Array, "B K G T"]:
+def window_mass(prompt: Prompt, window: int) -> Float[Array, "B _ _ T"]:
     """Attention that each token gets from the row's last `window` tokens, summed over them.
 
-    Memory grows with window x T. Queries of rows shorter than the window count once.
+    Of a joint prompt `[B, 1, K, T]`. Memory grows with window x T. Queries of rows shorter than
+    the window count once.
     """
     T = prompt.k.shape[1]
     window = min(window, T)
     at = prompt.lengths[:, None] - window + jnp.arange(window)[None]  # B w
     q = jnp.take_along_axis(prompt.q, jnp.maximum(at, 0)[:, :, None, None, None], axis=1)
-    return _mass(prompt, q, at)
+    return _groups(prompt, _mass(prompt, q, at))
 
 
-def column_mass(prompt: Prompt, *, block: int = 128) -> Float[Array, "B K G T"]:
+def column_mass(prompt: Prompt, *, block: int = 128) -> Float[Array, "B _ _ T"]:
     """Attention that each token gets from all of the prompt's queries, summed (H2O 2306.14048)."""
     B, T, K, G, _ = prompt.q.shape
     block = min(block, T)
@@ -36,7 +37,12 @@ def column_mass(prompt: Prompt, *, block: int = 128) -> Float[Array, "B K G T"]:
         return total + _mass(prompt, q_i, at), None
 
     zero = jnp.zeros((B, K, G, T), jnp.float32)
-    return jax.lax.scan(add, zero, (jnp.arange(q.shape[0]), q))[0]
+    return _groups(prompt, jax.lax.scan(add, zero, (jnp.arange(q.shape[0]), q))[0])
+
+
+def _groups(prompt: Prompt, mass: Float[Array, "B K G T"]) -> Float[Array, "B _ _ T"]:
+    """Votes by those who share what stays: heads that keep one set are one group."""
+    return jnp.swapaxes(mass, 1, 2) if prompt.joint else mass
 
 
 def _mass(

@@ -3,7 +3,8 @@
 Prompt policies run once, inside prefill: each layer attends densely, scores its own keys and hands
 only the survivors to the cache, so the full keys of more than one layer never exist. Logits of the
 prompt are those of the dense model; eviction shows from the next step on. Scores reduce over a KV
-head's query group, so each KV head keeps tokens of its own.
+head's query group, so each KV head keeps tokens of its own. With latent attention all heads share
+what is cached, so they keep one set: votes are taken together, other scores averaged over heads.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,21 +36,28 @@ class Prompt(NamedTuple):
     rope: tuple[Float[Array, "B T half"], Float[Array, "B T half"]] | None  # cos, sin of each token
     scale: float
     softcap: float | None
+    joint: bool = False  # the heads share what stays (MLA: K heads of one query, expanded)
 
     @property
     def real(self) -> Bool[Array, "B T"]:
         return jnp.arange(self.k.shape[1])[None] < self.lengths[:, None]
 
 
+#: of budgets in bytes
+UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "GB": 10**9, "MB": 10**6, "kB": 10**3, "B": 1}
+
+
 class Budget(NamedTuple):
-    """How much of a prompt stays: a number of tokens, or a share of its length."""
+    """How much of a prompt stays: a number of tokens, a share of its length, or what makes the
+    whole cache of a row no larger than some bytes (`kvjax.cache.build` finds the tokens)."""
 
     tokens: int | None = None
     share: float | None = None
+    bytes: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Budget:
-        """`1024` tokens or `25%`. Raises ValueError on anything else."""
+        """`1024` tokens, `25%` or `64MiB`. Raises ValueError on anything else."""
         if text.endswith("%"):
             try:
                 share = float(text[:-1]) / 100
@@ -57,11 +65,19 @@ class Budget(NamedTuple):
                 share = math.nan
             need(0 < share <= 1, "evict", "a share from 0% (excluded) to 100%", text)
             return cls(share=share)
+        size = re.fullmatch(rf"([0-9]{{1,12}}(?:\.[0-9]{{1,3}})?)({'|'.join(UNITS)})", text)
+        if size is not None:
+            amount = int(float(size[1]) * UNITS[size[2]])
+            need(amount > 0, "evict", "a budget of at least one byte", text)
+            return cls(bytes=amount)
         ok = re.fullmatch(r"[0-9]{1,9}", text) is not None and int(text) > 0
-        need(ok, "evict", "a budget as tokens (1024) or 25%", text)
+        need(ok, "evict", "a budget as tokens (1024), 25% or bytes (64MiB)", text)
         return cls(tokens=int(text))
 
     def __str__(self) -> str:
+        if self.bytes is not None:
+            unit = next(name for name, size in UNITS.items() if self.bytes % size == 0)
+            return f"{self.bytes // UNITS[unit]}{unit}"
         return str(self.tokens) if self.share is None else f"{100 * self.share:g}%"
 
 
@@ -96,6 +112,11 @@ class Policy(abc.ABC):
         """Tokens that stay whatever their scores."""
         return self.sinks + self.window
 
+    @property
+    def least(self) -> int:
+        """Tokens of the smallest budget."""
+        return self.protected + 1
+
     @abc.abstractmethod
     def scores(self, prompt: Prompt) -> Float[Array, "B K T"]:
         """How much each token matters to each KV head: higher stays. Padding may score anything."""
@@ -104,6 +125,10 @@ class Policy(abc.ABC):
     def decodes(self) -> bool:
         """Evicts while decoding too: single tokens, so only from exact slots."""
         return False
+
+    def of_tokens(self, tokens: int) -> Self:
+        """This policy with its budget in bytes known to be so many tokens."""
+        return dataclasses.replace(self, budget=self.budget._replace(tokens=tokens))
 
     def factors(self, layers: int) -> tuple[float, ...]:
         """Each layer's share of the mean budget; their mean is at most 1."""
@@ -119,7 +144,7 @@ class Policy(abc.ABC):
         total = self.budget.tokens
         if total is None:
             assert self.budget.share is not None
-            total = math.ceil(self.budget.share * length - 1e-9)
+            total = math.ceil(self.budget.share * length - 1e-9)  # bytes have become tokens
         if (factor >= 1 and total >= length) or self.budget.share == 1:
             return length
         mean = max(total, self.protected + 1)

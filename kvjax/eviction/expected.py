@@ -3,7 +3,8 @@
 NVIDIA kvpress's ExpectedAttention (https://arxiv.org/abs/2510.00636): future queries are taken as
 Gaussian with the prompt's mean and covariance before RoPE, turned by the mean rotation of the next
 `future` positions. The expected weight of key k is then exp(k.mu / sqrt(H) + k' Sigma k / (2 H)),
-normalised over keys, times the norm of the value. Needs no question: the cache serves any.
+normalised over keys, times the norm of the value. Needs no question: the cache serves any. With
+latent attention only the first channels of a query are turned, those that have angles.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Expected(Policy):
         return jnp.mean(weights, axis=2) * jnp.moveaxis(norms, 1, 2)
 
     def _turn(self, prompt: Prompt) -> Float[Array, "B H H"]:
-        """The mean rotation matrix of the `future` positions after each row's end."""
+        """The mean rotation matrix of the `future` positions after each row's end; channels
+        without angles stay."""
         assert prompt.rope is not None
         cos, sin = prompt.rope
         # angles are linear in the position: cos and sin of one step turn the last token's onwards
@@ -59,7 +61,11 @@ class Expected(Policy):
         s = jnp.mean(jnp.sin(angle), axis=1) * scale
         diagonal = jax.vmap(jnp.diag)
         top = jnp.concatenate([diagonal(c), -diagonal(s)], axis=2)
-        return jnp.concatenate([top, jnp.concatenate([diagonal(s), diagonal(c)], axis=2)], axis=1)
+        turn = jnp.concatenate([top, jnp.concatenate([diagonal(s), diagonal(c)], axis=2)], axis=1)
+        still = prompt.k.shape[-1] - turn.shape[-1]
+        turn = jnp.pad(turn, ((0, 0), (0, still), (0, still)))
+        kept = jnp.arange(turn.shape[-1]) >= turn.shape[-1] - still
+        return turn + jnp.diag(kept.astype(turn.dtype))[None]
 
 
 def query_statistics(
@@ -70,8 +76,10 @@ def query_statistics(
     if prompt.rope is not None:
         cos, sin = (x[:, :, None, None] for x in prompt.rope)
         size = cos**2 + sin**2
-        a, b = jnp.split(q, 2, axis=-1)
-        q = jnp.concatenate([(a * cos + b * sin) / size, (b * cos - a * sin) / size], axis=-1)
+        half = cos.shape[-1]
+        a, b, still = jnp.split(q, [half, 2 * half], axis=-1)
+        turned = [(a * cos + b * sin) / size, (b * cos - a * sin) / size]
+        q = jnp.concatenate([*turned, still], axis=-1)
     counted = prompt.real & (jnp.arange(q.shape[1])[None] >= skip)
     weight = counted.astype(jnp.float32)[:, :, None, None, None]
     n = jnp.maximum(jnp.sum(weight, axis=1), 1.0)

@@ -22,7 +22,7 @@ from kvjax.eviction.base import Policy, Prompt
 
 @dataclasses.dataclass(frozen=True)
 class H2O(Policy):
-    """window: recent tokens; None takes half of the budget, which must be a number of tokens."""
+    """window: recent tokens; None takes half of the budget, which is no share of the prompt."""
 
     name: ClassVar[str] = "h2o"
     sinks: int = 0
@@ -30,15 +30,19 @@ class H2O(Policy):
 
     def __post_init__(self):
         need(
-            self.budget.tokens is not None,
+            self.budget.share is None,
             "evict h2o budget",
-            "a number of tokens, which decoding keeps to",
+            "a number of tokens (or bytes), which decoding keeps to",
             str(self.budget),
         )
-        assert self.budget.tokens is not None
-        if self.window is None:
+        if self.window is None and self.budget.tokens is not None:
             object.__setattr__(self, "window", self.budget.tokens // 2)
-        super().__post_init__()
+        if self.window is not None:
+            super().__post_init__()
+
+    @property
+    def least(self) -> int:
+        return 2 * self.sinks + 2 if self.window is None else super().least
 
     @property
     def decodes(self) -> bool:

@@ -40,7 +40,11 @@ class LatentAttend(Protocol):
     """Latent attention of a chunk's queries; the cache or a plain chunk gives it."""
 
     def fresh(self, k: Array, v: Array, plain: Array) -> KV:
-        """An owner's latents (`k` and `plain`) and rotated keys (`v`)."""
+        """An owner's latents `k` and rotated keys `v`; plain: those before RoPE."""
+        ...
+
+    def keep(self, q: Array, q_rope: Array, kv: KV, rope: Rope | None, *, up: Up) -> KV:
+        """What an owner leaves to the cache."""
         ...
 
     def __call__(
@@ -85,7 +89,10 @@ class LatentAttention(nnx.Module):
         kv = self._make(source, source_rope, attend) if shared is None else shared
         q = self._queries(x).reshape(*x.shape[:2], self.heads, self.mla.qk_head_dim)
         q, q_rope = jnp.split(q, [self.mla.qk_nope_head_dim], axis=-1)
-        out = attend(q, self._turn(q_rope, rope), kv, up=self._up())
+        q_rope, up = self._turn(q_rope, rope), self._up()
+        out = attend(q, q_rope, kv, up=up)
+        if shared is None:
+            kv = attend.keep(q, q_rope, kv, rope, up=up)
         return self.o_proj(out.reshape(*x.shape[:2], -1)), kv
 
     def _queries(self, x: Float[Array, "B A D"]) -> Float[Array, "B A NH"]:
@@ -101,7 +108,8 @@ class LatentAttention(nnx.Module):
         assert self.kv_a_norm is not None
         latent, key = jnp.split(self.kv_a_proj(x), [self.mla.kv_lora_rank], axis=-1)
         latent = self.kv_a_norm(latent)[:, :, None]  # B T 1 C
-        return attend.fresh(latent, self._turn(key[:, :, None], rope), latent)
+        key = key[:, :, None]  # B T 1 R
+        return attend.fresh(latent, self._turn(key, rope), key)
 
     def _up(self) -> Up:
         kernel = self.kv_b_proj.kernel[...]

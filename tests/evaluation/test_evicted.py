@@ -69,5 +69,8 @@ def test_the_program_measures_policies(program, tiny, letters, tmp_path, monkeyp
     whole, half = json.loads(out.read_text())["rows"]
     assert abs(whole["kl"]) < 1e-6 < half["kl"]
     assert half["rows"][0] == 40 + 40
+    assert half["layers"] == [[0, 1]]
+    assert half["constants"] == {"budget": [None, 0.5, None], "sinks": 4, "window": 8}  # case 46
+    assert half["prompt_ratio"] > half["ratio"] > 1
     assert (half["inside"]["n"], half["outside"]["n"]) == (1, 1)
     assert "| recent:50%/window=8 | raw | 80 |" in capsys.readouterr().out

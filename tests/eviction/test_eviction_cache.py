@@ -14,6 +14,7 @@ import kvjax
 from kvjax import CacheConfig, eviction
 from kvjax.evaluation.kept import kept
 from kvjax.layers.rope import apply_rope, rope_tables
+from kvjax.plan import cache_bytes
 
 SMALL = "sinks=2/window=4"
 
@@ -217,11 +218,6 @@ def test_refusals(tiny):
     _, cache = model(oracles.tokens_for(model, 1, 60), cache)
     with pytest.raises(ValueError, match="max_new: expected at least 4: rows would have 28 tokens"):
         model(oracles.tokens_for(model, 1, 4), cache)
-    windows = tiny(
-        num_layers=2, layer_types=("sliding_attention", "full_attention"), sliding_window=16
-    )
-    with pytest.raises(ValueError, match="evict: expected none with sliding windows"):
-        windows.init_cache(batch=1, max_len=160, config=config)
     for evict in ("streaming:4+20", "h2o:64"):
         with pytest.raises(ValueError, match="sinks: expected None, as the policy names"):
             CacheConfig(evict=evict, sinks=8)
@@ -229,3 +225,41 @@ def test_refusals(tiny):
         CacheConfig(evict=5)
     with pytest.raises(ValueError, match="max_new: expected a positive int"):
         CacheConfig(evict="snapkv:100", max_new=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [("snapkv", "raw"), ("snapkv", "int8"), ("pyramidkv", "int8"), ("h2o", "raw")],
+)
+def test_budgets_in_bytes(tiny, name, codec):
+    """A row's cache is never larger than its budget, and one more token would not fit."""
+    model = tiny(num_layers=3)
+    tail = "" if name == "h2o" else f"/{SMALL}"
+    shape = {"page_size": 8, "max_new": 16, "recent": 4}
+    for budget, size in (("96KiB", 96 * 1024), ("150kB", 150_000)):
+        config = CacheConfig.parse(codec, evict=f"{name}:{budget}{tail}", **shape)
+        cache = model.init_cache(batch=2, max_len=500, config=config)
+        kept = cache.policy.budget.tokens
+        report = kvjax.cache_report(cache)
+        assert report["total_bytes"] <= 2 * size
+        assert report["evict"].startswith(f"{name}:{budget}")
+        oracles.exact_bytes(model, config, max_len=500)
+        more = f"{name}:{kept + 8}{tail}"  # a page
+        larger = CacheConfig.parse(codec, evict=more, **shape)
+        assert (
+            sum(
+                cache_bytes(
+                    model.config, batch=1, max_len=500, config=larger, dtype="float32"
+                ).values()
+            )
+            > size
+        )
+    whole = CacheConfig.parse(codec, evict=f"{name}:1GB{tail}", **shape)
+    cache = model.init_cache(batch=1, max_len=100, config=whole)
+    assert cache.policy.budget.tokens == 100
+    with pytest.raises(ValueError, match=rf"{name} budget: expected at least \d+B a row"):
+        model.init_cache(
+            batch=1,
+            max_len=500,
+            config=CacheConfig.parse(codec, evict=f"{name}:3KiB{tail}", **shape),
+        )

@@ -11,19 +11,35 @@ import oracles
 import pytest
 
 import kvjax
-from kvjax import CacheConfig
+from kvjax import CacheConfig, codecs
+from kvjax.cache.slots import one_token, slot_keys
 from kvjax.layers.rope import apply_rope, rope_tables
 
 
-def config_of(budget: int, **fields) -> CacheConfig:
-    return CacheConfig(evict=f"h2o:{budget}", page_size=8, **fields)
+def config_of(budget: int, codec: str = "raw", **fields) -> CacheConfig:
+    return CacheConfig.parse(codec, evict=f"h2o:{budget}", page_size=8, **fields)
 
 
-def test_each_step_is_the_greedy_algorithm(tiny):
-    """One layer: survivors, their scores and the logits of 60 steps after a prompt of 40, budget
-    20: case 47."""
+def stored(name: str, role: str, x: np.ndarray) -> np.ndarray:
+    """Tokens `[T, K, H]` as a codec gives them back."""
+    codec = codecs.get(name, role=role)
+    codes = codec.encode(jnp.moveaxis(jnp.asarray(x, jnp.float32), 0, 1), {})  # K T H
+    y = codec.decode(codes, {}, jnp.float32)
+    if role == "k":  # a key is what its query meets
+        y = y @ codec.prepare_query(jnp.eye(x.shape[2]), {}).T
+    else:
+        y = codec.finish_output(y, {})
+    return np.asarray(jnp.moveaxis(y, 0, 1), np.float64)
+
+
+@pytest.mark.parametrize(
+    "codec", ["raw", "turboquant4", pytest.param("int8", marks=pytest.mark.slow)]
+)
+def test_each_step_is_the_greedy_algorithm(tiny, codec):
+    """Cases 32 and 47, one layer: survivors, their scores and the logits of 60 steps after a prompt
+    of 40, budget 20. With a codec, tokens older than the window are as it stored them, once."""
     model = tiny(num_layers=1)
-    c, H, n, P = model.config, model.config.head_dim, 100, 40
+    c, H, n, P = model.config, model.config.head_dim, 100 if codec == "raw" else 96, 40
     tokens = oracles.tokens_for(model, 1, n)
     x = model.embed(jnp.asarray(tokens))
     layer = model.stack.layers[0]
@@ -35,13 +51,18 @@ def test_each_step_is_the_greedy_algorithm(tiny):
     )
     v = np.asarray(attention.v_proj(normed).reshape(n, -1, H), np.float64)
     G = c.group_size
+    k_old, v_old = (k, v) if codec == "raw" else (stored(codec, "k", k), stored(codec, "v", v))
 
     def softmax(s):
         e = np.exp(s - s.max())
         return e / e.sum()
 
-    def weights(t, h, see):
-        return np.stack([softmax(k[see, h] @ q[t, h * G + g] * H**-0.5) for g in range(G)])
+    def mixed(t, h, see, new, old):
+        return np.where((see < t - 10)[:, None], old[see, h], new[see, h])
+
+    def weights(t, h, see, old=k):
+        keys = mixed(t, h, see, k, old)
+        return np.stack([softmax(keys @ q[t, h * G + g] * H**-0.5) for g in range(G)])
 
     kept = {}
     for h in range(c.num_kv_heads):
@@ -51,15 +72,15 @@ def test_each_step_is_the_greedy_algorithm(tiny):
         heavy = sorted(range(P - 10), key=lambda t: -total[t])[:10]
         kept[h] = {t: total[t] for t in [*heavy, *range(P - 10, P)]}
 
-    cache = model.init_cache(batch=1, max_len=n, config=config_of(20))
+    cache = model.init_cache(batch=1, max_len=n, config=config_of(20, codec))
     _, cache = model(tokens[:, :P], cache)
     for t in range(P, n):
         got, cache = model(tokens[:, t : t + 1], cache)
         heads = []
         for h in range(c.num_kv_heads):
             see = np.asarray([*sorted(kept[h]), t])
-            w = weights(t, h, see)
-            heads.append(w @ v[see, h])
+            w = weights(t, h, see, k_old)
+            heads.append(w @ mixed(t, h, see, v, v_old))
             for token, paid in zip(see[:-1], w[:, :-1].sum(0), strict=True):
                 kept[h][token] += paid
             old = [token for token in kept[h] if token < t + 1 - 10]
@@ -85,8 +106,67 @@ def test_a_large_budget_changes_nothing(tiny, form):
     cache = model.init_cache(batch=2, max_len=60, config=config_of(60))
     logits, cache = oracles.feed(model, cache, tokens, [40, *[1] * 10])
     oracles.close(logits, full, 2e-5)
-    oracles.exact_bytes(model, config_of(60))
-    oracles.exact_bytes(model, config_of(20))
+    for budget, codec in ((60, "raw"), (20, "raw"), (90, "int4"), (20, "fp8")):
+        oracles.exact_bytes(model, config_of(budget, codec))
+
+
+@pytest.mark.parametrize("name", [n for n in codecs.names() if codecs.get(n, role="v").single])
+def test_one_token_of_a_page_is_written_over(name):
+    """Bit for bit as if the page had been encoded with it; the others' codes stay."""
+    rng = np.random.default_rng(0)
+    page, token = rng.normal(size=(2, 32, 16)), rng.normal(size=(2, 1, 16)) * 3
+    changed = page.copy()
+    changed[:, 5] = token[:, 0]
+    hit = jnp.broadcast_to(jnp.arange(32)[None] == 5, (2, 32))
+    for role in ("k", "v"):
+        codec = codecs.get(name, role=role)
+        if not codec.single:
+            continue
+        params = codec.init_params(num_kv_heads=2, head_dim=16)
+        old, new, want = (
+            codec.encode(jnp.asarray(x, jnp.float32), params)
+            for x in (page, np.repeat(token, 32, axis=1), changed)
+        )
+        for leaf, codes in want.items():
+            assert np.array_equal(one_token(leaf, old[leaf], new[leaf], hit), codes), leaf
+
+
+@pytest.mark.parametrize("form", ["stacked", pytest.param("unrolled", marks=pytest.mark.slow)])
+def test_coded_slots(tiny, form):
+    """Rows apart, also of lengths below the window; memory is the budget's; codes of survivors stay
+    as they are, bit for bit, whatever their neighbours in a word become (case 49)."""
+    model = tiny(form=form)
+    tokens = oracles.tokens_for(model, 2, 90)
+    config = config_of(40, "turboquant3")
+    cache = model.init_cache(batch=2, max_len=200, config=config)
+    _, cache = model(tokens[:, :50], cache, lengths=[50, 7])
+    before = cache
+    step = tokens[:, 50:51]
+    moved, _ = model(step, oracles.moved_pages(before))
+    logits, cache = oracles.feed(model, cache, tokens[:, 50:], [1] * 40)
+    assert np.array_equal(moved[:, 0], logits[:, 0])  # case 50
+    alone = model.init_cache(batch=1, max_len=200, config=config)
+    _, alone = model(tokens[1:, :50], alone, lengths=[7])
+    one, alone = oracles.feed(model, alone, tokens[1:, 50:], [1] * 40)
+    oracles.close(one[0], logits[1], 1e-5)
+    for a, b in zip(before.groups, cache.groups, strict=True):
+        spec = a.spec
+        assert (spec.ring, spec.heavy_slots, spec.pages_per_row) == (20, 20, 1)
+        at_a, at_b = (np.asarray(g.positions)[..., spec.ring :] for g in (a, b))
+        assert (at_b[:, 1] >= 0).all()
+        same = at_a[:, 0] == at_b[:, 0]
+        assert same.any()
+        assert not same.all()
+        views = (g.layer(0) for g in (a, b))
+        keys = [np.asarray(slot_keys(view, jnp.float32))[0] for view in views]
+        for head, stays in enumerate(same[0]):
+            assert np.array_equal(keys[0][head][:, stays], keys[1][head][:, stays])
+    report = kvjax.cache_report(cache)
+    assert report["codecs"][0]["rows"] == [40, 40]
+    assert report["total_bytes"] == kvjax.cache_report(before)["total_bytes"]
+    assert "40 slots a head, one token each, the newest 20 exact" in kvjax.cache.format_report(
+        report
+    )
 
 
 def test_rows_apart_and_memory(tiny):
@@ -119,8 +199,11 @@ def test_rows_apart_and_memory(tiny):
 
 def test_refusals(tiny):
     model = tiny()
-    with pytest.raises(ValueError, match="evict: expected raw keys and values"):
-        model.init_cache(batch=1, max_len=50, config=CacheConfig("int8", "int8", evict="h2o:20"))
+    for codec in ("kivi4", "klt4", "raw+int8"):
+        with pytest.raises(
+            ValueError, match="evict: expected raw, or keys and values whose tokens"
+        ):
+            model.init_cache(batch=1, max_len=50, config=config_of(20, codec))
     cache = model.init_cache(batch=1, max_len=100, config=config_of(20))
     _, cache = model(oracles.tokens_for(model, 1, 30), cache)
     with pytest.raises(ValueError, match="tokens: expected at most 1 a call"):

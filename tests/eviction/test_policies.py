@@ -201,11 +201,14 @@ def test_scoring_memory_is_linear(name):
     [
         ("snapkv", "evict: expected snapkv:BUDGET"),
         ("snapk:100", "evict: expected one of .* got 'snapk'. Did you mean 'snapkv'"),
-        ("h2o:25%", "h2o budget: expected a number of tokens"),
+        ("h2o:25%", "h2o budget: expected a number of tokens .or bytes"),
         ("h2o:100/window=100", "budget: expected at least 101"),
         ("snapkv:0", "expected a budget as tokens"),
         ("snapkv:-5", "expected a budget as tokens"),
-        ("snapkv:12x", "expected a budget as tokens"),
+        ("snapkv:12x", "expected a budget as tokens .* or bytes"),
+        ("snapkv:0MiB", "a budget of at least one byte"),
+        ("snapkv:1TiB", "expected a budget as tokens"),
+        ("streaming:4MiB", "expected SINKS\\+RECENT"),
         ("snapkv:0%", "expected a share"),
         ("snapkv:101%", "expected a share"),
         ("snapkv:x%", "expected a share"),
@@ -229,7 +232,27 @@ def test_bad_policies_are_refused(text, message):
         eviction.parse(text)
 
 
+@pytest.mark.parametrize("name", eviction.names())
+def test_what_always_stays(name):
+    """Cases 34 and 40: by default the first tokens (not with H2O, as in its paper) and the last
+    stay; a prompt within the budget or the window loses nothing."""
+    policy = eviction.parse(f"{name}:100")
+    assert policy.sinks >= (0 if name == "h2o" else 4)
+    assert policy.window >= 8
+    wide = eviction.parse(f"{name}:100/window=64")
+    late = min(wide.factors(30))
+    assert all(wide.kept(n) == n for n in range(1, 101))
+    assert all(wide.kept(n, late) == n for n in range(1, 65))
+
+
 def test_descriptions_parse_back():
-    for text in ("snapkv:100", "pyramidkv:25%/window=16/beta=5", "observed:64/normalise=False"):
+    for text in (
+        "snapkv:100",
+        "pyramidkv:25%/window=16/beta=5",
+        "observed:64/normalise=False",
+        "knorm:64MiB",
+        "h2o:1500B",
+        "keydiff:2kB",
+    ):
         policy = eviction.parse(text.replace("False", "false"))
         assert eviction.describe(policy) == text
