@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_METHODS = (
-    "raw,int8,fp8,int4,int4-hadamard,kivi4,kivi2,kvquant3,qjl,turboquant4,turboquant3.5,"
+    "raw,int8,int8-hadamard,fp8,int4,int4-hadamard,kivi4,kivi2,kvquant3,qjl,turboquant4,turboquant3.5,"
     "turboquant3,turboquant2.5,turboquant2,turboquant-prod3,pca3,pca2,recommended,aggressive"
 )
 INTERRUPTED = 130

@@ -200,6 +200,12 @@ def _add_cache(parser: Parser) -> None:
         "--recent", type=int, metavar="N", help="last tokens kept exact (default: 64; raw: 0)"
     )
     group.add_argument(
+        "--kernel",
+        metavar="NAME",
+        help="what reads sealed pages: auto (on a TPU its kernel, else plain XLA), xla, gpu"
+        " (the Triton kernel), tpu-v5e, ...; --report says what does (default: auto)",
+    )
+    group.add_argument(
         "--mla-rope-bits",
         type=int,
         metavar="BITS",

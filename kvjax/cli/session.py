@@ -65,7 +65,8 @@ def _cache_config(args: argparse.Namespace) -> CacheConfig:
         v=args.kv_v,
         layers=args.kv_layers,
         **_given(args, page_size="page_size", sinks="sinks", recent="recent")
-        | _given(args, calibration="kv_calibration", mla_rope_bits="mla_rope_bits", evict="evict"),
+        | _given(args, calibration="kv_calibration", mla_rope_bits="mla_rope_bits")
+        | _given(args, evict="evict", kernel="kernel"),
     )
 
 
@@ -76,7 +77,8 @@ def _preset(args: argparse.Namespace, name: str, model: Transformer, tokenizer: 
     for option in ("kv_k", "kv_v", "kv_layers", "kv_calibration", "mla_rope_bits"):
         value = getattr(args, option)
         need(value is None, option.replace("_", "-"), f"none with the preset {name!r}", value)
-    fields = _given(args, page_size="page_size", sinks="sinks", recent="recent", evict="evict")
+    fields = _given(args, page_size="page_size", sinks="sinks", recent="recent")
+    fields |= _given(args, evict="evict", kernel="kernel")
     if presets.kept(model, name).with_suffix(".json").is_file():
         return presets.prepare(model, tokenizer, name, **fields)
     with stage(f"fitting the cache to the model, once ({name}; minutes on a CPU)"):

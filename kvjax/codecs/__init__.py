@@ -96,6 +96,7 @@ def _near(word: str, known: Iterable[str]) -> str:
 
 register("raw", RawKey, Raw)
 register("int8", Int8)
+register("int8-hadamard", Int, bits=(8,), hadamard=True, symmetric=True)
 register("int4", Int, bits=(4,))
 register("int4-hadamard", Int, bits=(4,), hadamard=True)
 register("fp8", Fp8)

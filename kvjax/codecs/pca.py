@@ -75,12 +75,14 @@ class Pca(Codec):
     """Values, or keys after RoPE; decodes along the principal axes.
 
     bits: the average budget. allocation: non-increasing bits of each axis, from `allocate`; None
-    takes one for variances that fall as 1/(1 + j). token_scale: one fp16 scale a token.
+    takes one for variances that fall as exp(-decay j / H). token_scale: one fp16 scale a token.
     params, calibrated: basis `[K, H, H]` (axes are columns), offset and spread `[K, H]`: mean and
     standard deviation along each axis.
     """
 
     name: ClassVar[str] = "pca"
+    #: of values, measured on SmolLM2-135M: within 1 % of the error of an allocation of its own
+    decay: ClassVar[float] = 2.0
     bits: int | float = 2
     allocation: tuple[int, ...] | None = None
     token_scale: bool = False
@@ -139,7 +141,8 @@ class Pca(Codec):
 
     def _runs(self, head_dim: int) -> list[tuple[int, int]]:
         """(bits, number of axes) of each run of equal bits; axes without bits left out."""
-        bits = self.allocation or allocate(1 / (1 + np.arange(head_dim)), self.bits)
+        spectrum = np.exp(-self.decay * np.arange(head_dim) / head_dim)
+        bits = self.allocation or allocate(spectrum, self.bits)
         return [(b, len(list(run))) for b, run in itertools.groupby(bits) if b]
 
     def _along_axes(self, codes: Codes, params: Params) -> Float[Array, "*lead T H"]:
@@ -161,6 +164,7 @@ class PcaPreRope(Pca):
     no one query fits all: keys are taken back to the head's space as they are read."""
 
     pre_rope: ClassVar[bool] = True
+    decay: ClassVar[float] = 4.5
 
     def check(self, *, head_dim: int, page_size: int, role: str) -> None:
         need_role(role, "k", "PcaPreRope", "Pca")

@@ -9,8 +9,8 @@ from kvjax.cache.packed import pack_page, page_format
 from kvjax.cache.spec import GroupSpec
 
 SUPPORTED = [
-    "raw", "int8", "int4", "int4-hadamard", "fp8", "fp8-e5m2", "kivi2", "kivi4", "kivi8", "qjl",
-    "turboquant2", "turboquant3", "turboquant4",
+    "raw", "int8", "int8-hadamard", "int4", "int4-hadamard", "fp8", "fp8-e5m2", "kivi2", "kivi4",
+    "kivi8", "qjl", "turboquant2", "turboquant3", "turboquant4",
 ]  # fmt: skip
 
 

@@ -171,6 +171,15 @@ def test_a_missing_calibration_file_is_named(cli):
     assert "/no/such" in outcome.err
 
 
+def test_a_kernel_is_chosen_or_refused(cli):
+    """A TPU's pages are of 128 tokens; an unknown kernel is none."""
+    for name, said in (("tpu-v5e", "page_size: TPU kernels need 128"), ("cuda", "one of ('auto'")):
+        words = ["--kv-cache-dtype", "int8", "--page-size", "32", "--max-model-len", "512"]
+        outcome = cli("hello", *words, "--kernel", name)
+        assert outcome.code == 2
+        assert said in outcome.err
+
+
 def test_a_preset_fits_the_cache_once(ask, cli, tmp_path, monkeypatch):
     import numpy as np
 

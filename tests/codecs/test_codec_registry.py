@@ -5,6 +5,7 @@ from kvjax import codecs
 NAMES = [
     "raw",
     "int8",
+    "int8-hadamard",
     "int4",
     "int4-hadamard",
     "fp8",
