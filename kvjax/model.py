@@ -95,6 +95,7 @@ class Transformer(nnx.Module):
             dtype=self.dtype,
             calibration=for_cache(self, config),
             apart=self.stack.form == "unrolled",
+            devices=_devices_of(self.embedding[...]),
         )
 
     # -- the parts, for loops that need only some logits -----------------------------------------
@@ -185,6 +186,13 @@ class Transformer(nnx.Module):
                 out = jnp.matmul(x, head, preferred_element_type=jnp.float32)
             scale = self.config.logit_scale
             return soft_cap(out if scale == 1.0 else out * scale, self.config.final_logit_softcap)
+
+
+def _devices_of(weights: Array) -> int:
+    """Over how many devices a model lies; 1 where that is not known yet, under a trace."""
+    if isinstance(weights, jax.core.Tracer) or not hasattr(weights, "sharding"):
+        return 1
+    return len(weights.sharding.device_set)
 
 
 def default_form() -> Form:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import codecs
-from kvjax.cache.kernel import with_kernel
+from kvjax.cache.kernel import with_kernel, without_kernel
 from kvjax.cache.kv_cache import KVCache, LayerGroup
 from kvjax.cache.latent import latent_codecs
 from kvjax.cache.pool import init_pool
@@ -50,10 +50,12 @@ def init_cache(
     dtype: Any,
     calibration: Calibration | None = None,
     apart: bool = False,
+    devices: int = 1,
 ) -> KVCache:
     """An empty cache for `batch` rows of up to `max_len` tokens.
 
     apart: each layer's pages are arrays of their own, for decoders that name layers by ints.
+    devices: over which the model lies; for several "auto" takes no kernel: they are not partitioned.
     calibration: per layer the params of its key and its value codec; needed by codecs without
     defaults. Raises ValueError on bad sizes and on codecs that do not fit the model.
     """
@@ -67,6 +69,10 @@ def init_cache(
         "Make the cache with model.init_cache, which reads the file.",
     )
     specs = group_specs(model, max_len=max_len, config=config, dtype=dtype)
+    if devices > 1 and config.kernel == "auto":
+        specs = tuple(
+            without_kernel(spec, f"the model lies on {devices} devices") for spec in specs
+        )
     for spec in specs:
         _warn_low_bits(spec)
     slot_of = {

@@ -57,6 +57,13 @@ def with_kernel(spec: GroupSpec, wanted: str) -> GroupSpec:
         raise
 
 
+def without_kernel(spec: GroupSpec, why: str) -> GroupSpec:
+    """The spec read by plain XLA, for a reason that is not its own."""
+    if not spec.pages_per_row:
+        return spec
+    return dataclasses.replace(spec, kernel="xla", packed=None, why_xla=why)
+
+
 def _auto(spec: GroupSpec) -> GroupSpec:
     platform = jax.default_backend()
     if platform == "tpu":
@@ -64,10 +71,10 @@ def _auto(spec: GroupSpec) -> GroupSpec:
             _need(spec.dtype == jnp.bfloat16, f"dtype: it multiplies bfloat16, got {spec.dtype}.")
             return _tpu(spec, _generation())
         except NotImplementedError as error:
-            return dataclasses.replace(spec, why_xla=str(error))
+            return without_kernel(spec, str(error))
     if platform == "gpu":
-        return dataclasses.replace(spec, why_xla="the GPU kernel is taken when asked for by name")
-    return dataclasses.replace(spec, why_xla=f"no kernel for {platform}")
+        return without_kernel(spec, "the GPU kernel is taken when asked for by name")
+    return without_kernel(spec, f"no kernel for {platform}")
 
 
 def _generation() -> int:

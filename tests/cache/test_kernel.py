@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax import CacheConfig, MLAConfig, cache_report
-from kvjax.cache import format_report
+from kvjax.cache import format_report, init_cache
 from kvjax.plan import cache_bytes
 from kvjax.sharing import cla
 from pallas_kernels.paged_attention import gpu
@@ -173,6 +173,11 @@ def test_auto_takes_the_tpus_kernel_on_a_tpu(tiny, monkeypatch):
     assert spec("bfloat16", "int4").kernel == "tpu"
     assert "bfloat16" in spec("float32", "int4").why_xla
     assert "turboquant" in spec("bfloat16", "turboquant5").why_xla
+    fields = {"batch": 1, "max_len": 600, "config": CacheConfig(k="int4", v="int4")}
+    config = tiny(**BASE).config
+    spread = init_cache(config, dtype="bfloat16", devices=4, **fields)
+    assert spread.groups[0].spec.why_xla == "the model lies on 4 devices"
+    assert spread.groups[0].spec.packed is None
 
 
 def test_the_gpus_kernel_needs_jax_triton(tiny, monkeypatch):
