@@ -55,7 +55,7 @@ def init_cache(
     """An empty cache for `batch` rows of up to `max_len` tokens.
 
     apart: each layer's pages are arrays of their own, for decoders that name layers by ints.
-    devices: over which the model lies; for several "auto" takes no kernel: they are not partitioned.
+    devices: over which the model lies; for several "auto" takes no kernel, as none is partitioned.
     calibration: per layer the params of its key and its value codec; needed by codecs without
     defaults. Raises ValueError on bad sizes and on codecs that do not fit the model.
     """
