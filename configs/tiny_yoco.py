@@ -7,9 +7,9 @@ and values, on Python's own standard library. No download.
 Beyond the windows a token costs 128 numbers for the whole model. Prefill runs the second half for
 the last token alone.
 
-Measured with Python 3.11 for the first 30 of its 700 steps only (--training.steps=30
---optimizer.decay_steps=700): loss 8.59 at the start, held-out loss 6.89 nats a token after them.
-configs/tiny_gqa.py has the figures of a whole run.
+Expect, with Python 3.11: loss 8.59 at the start; held-out loss 6.12 at step 100, 5.49, 5.19, 5.03,
+4.85, 4.77 and at the end 4.71 nats a token (configs/tiny_gqa.py: 4.74). The run took 708 CPU
+seconds on a busy machine.
 """
 
 from kvjax.config import ModelConfig

@@ -6,6 +6,10 @@ one global pair of keys and values, on Python's own standard library. No downloa
 
 A token costs 128 numbers for the whole model; a row 16,384 more for its states, whatever its
 length.
+
+Measured with Python 3.11 for the first 30 of its 700 steps only (--training.steps=30
+--optimizer.decay_steps=700): loss 8.65 at the start, held-out loss 6.93 nats a token after them, 71
+CPU seconds with compilation. configs/tiny_yoco.py has the figures of a whole run.
 """
 
 from kvjax.config import ModelConfig
