@@ -48,11 +48,7 @@ def cache_report(cache: KVCache) -> dict[str, Any]:
         pool = _nbytes(group.pool)
         rows = lengths if group.evicted is None else lengths - np.asarray(group.evicted)
         slack += pool * _free_pages(group.spec, rows) // max(1, group.table.size)
-        rows = np.minimum(rows, group.spec.max_len)  # what lies past it was dropped
-        if group.spec.stream is not None:
-            assert group.spec.window is not None
-            rows = np.minimum(rows, group.spec.sinks + group.spec.window - 1)
-        kept.append(rows)
+        kept.append(_held(group.spec, rows))
         parts["exact"] += _nbytes((group.k_exact, group.v_exact))
         parts["calibration"] += _nbytes((group.k_params, group.v_params))
         parts["tables"] += _nbytes((group.table, group.evicted, group.positions, group.scores))
@@ -233,6 +229,15 @@ def _free_pages(spec: GroupSpec, lengths: np.ndarray) -> int:
     # spec.sealed_pages in NumPy: a report compiles nothing
     sealed = np.clip((lengths - spec.sinks - spec.recent) // spec.page_size, 0, spec.pages_per_row)
     return len(spec.layers) * int((spec.pages_per_row - sealed).sum())
+
+
+def _held(spec: GroupSpec, rows: np.ndarray) -> np.ndarray:
+    """Tokens that rows of so many have here; what lies past `max_len` was dropped."""
+    rows = np.minimum(rows, spec.max_len)
+    if spec.stream is None:
+        return rows
+    assert spec.window is not None
+    return np.minimum(rows, spec.sinks + spec.window - 1)
 
 
 def _capacity(cache: KVCache, lengths: np.ndarray) -> int:
