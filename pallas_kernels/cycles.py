@@ -227,7 +227,7 @@ def _read(folder: str, case: Case, *, block_units: float) -> Estimate:
 
 
 def cases() -> Iterator[Case]:
-    """What the table shows: every code at eight heads, and fewer heads and other head dims, latents."""
+    """What the table shows: every code at eight heads, fewer heads, other head dims, latents."""
     for chip in CHIPS:
         for code in CODES:
             yield Case(chip, code)
