@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from kvjax.codecs import codebook, packing, trellis
 from kvjax.codecs.base import (
@@ -108,10 +108,9 @@ class Klt(Codec):
             step = jnp.clip(jnp.round(power * _STEPS) + 128, 0, 255)
             codes["scale_log"] = step.astype(jnp.uint8)
             u = u / _token_scale(codes)
+        index = self._nearest(u)
         for bits, n in self._runs(x.shape[-1]):
-            part = u[..., start : start + n]
-            index = trellis.encode(part, bits) if self._trellised(bits) else _nearest(part, bits)
-            codes[f"words{bits}"] = packing.pack(index, bits)
+            codes[f"words{bits}"] = packing.pack(index[..., start : start + n], bits)
             start += n
         return codes | self._take_outliers(z, codes, params) if self.outliers else codes
 
@@ -188,6 +187,20 @@ class Klt(Codec):
                 lost = np.clip(lost * share, 0, 0.4)
                 gain[:, j] = np.where(better, 1 / (1 - lost), gain[:, j])
         return reach, gain
+
+    def _nearest(self, u: Float[Array, "*lead T H"]) -> UInt32[Array, "*lead T A"]:
+        """The codes of all axes that have bits: those of most bits first, which have no trellis."""
+        parts, start, rest = [], 0, []
+        for bits, n in self._runs(u.shape[-1]):
+            if self._trellised(bits):
+                rest.append((bits, n))
+            else:
+                parts.append(_nearest(u[..., start : start + n], bits))
+                start += n
+        if rest:
+            total = start + sum(n for _, n in rest)
+            parts.append(trellis.encode(u[..., start:total], rest))
+        return jnp.concatenate(parts, axis=-1)
 
     def _trellised(self, bits: int) -> bool:
         return self.trellis and bits <= trellis.MAX_BITS

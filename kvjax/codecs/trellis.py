@@ -12,6 +12,8 @@ A page starts from state 0, so pages stay apart; tokens are axis -2.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,12 +38,20 @@ def levels(bits: int) -> tuple[float, ...]:
     return tuple(_SHRINK[bits] * level for level in codebook.lloyd_max(bits + 1))
 
 
-def encode(x: Float[Array, "*lead T A"], bits: int) -> UInt32[Array, "*lead T A"]:
-    """Codes below 2**bits whose levels are nearest to each channel's numbers as a whole."""
+def encode(
+    x: Float[Array, "*lead T A"], runs: Sequence[tuple[int, int]]
+) -> UInt32[Array, "*lead T A"]:
+    """Codes whose levels are nearest to each channel's numbers as a whole.
+
+    runs: (bits, how many channels have them), of all channels in order: one search serves them all.
+    """
     x = jnp.moveaxis(x, -2, 0)  # T first, for the scans
-    each = [_in_subset(x, levels(bits)[q::4]) for q in range(4)]
-    index = jnp.stack([i for i, _ in each], 1)  # T 4 ... A
-    distance = jnp.stack([d for _, d in each], 1)
+    ends = list(itertools.accumulate(n for _, n in runs))
+    parts = [
+        _in_subsets(x[..., end - n : end], levels(bits))
+        for (bits, n), end in zip(runs, ends, strict=True)
+    ]
+    index, distance = (jnp.concatenate(part, axis=-1) for part in zip(*parts, strict=True))
     register = np.arange(2 * STATES)
     subset = _subset(register)
 
@@ -80,14 +90,21 @@ def _subset(register):
     return ((register >> 2) & 1) | (((register ^ (register >> 1) ^ (register >> 3)) & 1) << 1)
 
 
-def _in_subset(
-    x: Float[Array, "*x"], subset: tuple[float, ...]
-) -> tuple[Float[Array, "*x"], Float[Array, "*x"]]:
-    """The nearest of a subset's levels, as a float for `lookup`, and its squared distance."""
-    if len(subset) == 1:
-        return jnp.zeros_like(x), (x - subset[0]) ** 2
-    index = codebook.nearest(x, codebook.midpoints(subset))
-    return index.astype(jnp.float32), (x - codebook.lookup(index, subset)) ** 2
+def _in_subsets(
+    x: Float[Array, "T *x"], table: tuple[float, ...]
+) -> tuple[Float[Array, "T 4 *x"], Float[Array, "T 4 *x"]]:
+    """The nearest level of each subset, by its place in it, as a float for `lookup`, and its squared
+    distance."""
+    subsets = np.array(table, np.float32).reshape(-1, 4)
+    x = jnp.repeat(x[:, None], 4, axis=1)
+
+    def columns(rows: np.ndarray) -> list[Array]:
+        return [jnp.asarray(row).reshape(1, 4, *(1,) * (x.ndim - 2)) for row in rows]
+
+    if len(subsets) == 1:
+        return jnp.zeros_like(x), (x - columns(subsets)[0]) ** 2
+    index = codebook.nearest(x, columns((subsets[1:] + subsets[:-1]) / 2))
+    return index.astype(jnp.float32), (x - codebook.lookup(index, columns(subsets))) ** 2
 
 
 def _delay(u: UInt32[Array, "*lead T A"], tokens: int) -> UInt32[Array, "*lead T A"]:

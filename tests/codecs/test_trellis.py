@@ -12,7 +12,7 @@ from kvjax.codecs import codebook, trellis
 @pytest.mark.parametrize("bits", range(1, 7))
 def test_beats_lloyd_max_at_equal_bits(bits):
     x = normal(12, 128, 16)
-    codes = jax.jit(lambda v: trellis.encode(v, bits))(x)
+    codes = jax.jit(lambda v: trellis.encode(v, [(bits, 16)]))(x)
     assert codes.dtype == jnp.uint32
     assert int(codes.max()) == 2**bits - 1
     error = float(jnp.mean((trellis.decode(codes, bits) - x) ** 2))
@@ -25,14 +25,14 @@ def test_the_search_finds_the_best_path():
     codes = np.stack(list(itertools.product(range(2), repeat=6))).astype(np.uint32)  # P T
     every = np.asarray(trellis.decode(jnp.asarray(codes)[..., None], 1))[..., 0]
     best = ((x[:, None] - every[None, :, :, None]) ** 2).sum(2).min(1)
-    got = np.asarray(trellis.decode(trellis.encode(jnp.asarray(x), 1), 1))
+    got = np.asarray(trellis.decode(trellis.encode(jnp.asarray(x), [(1, 2)]), 1))
     np.testing.assert_allclose(((x - got) ** 2).sum(1), best, rtol=1e-5)
 
 
 def test_channels_do_not_meet():
     x = normal(2, 32, 5)
-    whole = trellis.encode(jnp.asarray(x), 2)
-    alone = trellis.encode(jnp.asarray(x[1:, :, 3:4]), 2)
+    whole = trellis.encode(jnp.asarray(x), [(2, 5)])
+    alone = trellis.encode(jnp.asarray(x[1:, :, 3:4]), [(2, 1)])
     np.testing.assert_array_equal(whole[1:, :, 3:4], alone)
 
 
