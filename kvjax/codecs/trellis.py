@@ -93,7 +93,7 @@ def _subset(register):
 def _in_subsets(
     x: Float[Array, "T *x"], table: tuple[float, ...]
 ) -> tuple[Float[Array, "T 4 *x"], Float[Array, "T 4 *x"]]:
-    """The nearest level of each subset, by its place in it, as a float for `lookup`, and its squared
+    """The nearest level of each subset, by its place in it (a float, for `lookup`), and its squared
     distance."""
     subsets = np.array(table, np.float32).reshape(-1, 4)
     x = jnp.repeat(x[:, None], 4, axis=1)
