@@ -7,6 +7,7 @@ formula (`kvjax.plan`) counts by it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -103,10 +104,15 @@ def group_specs(
 def fitted_policy(
     model: ModelConfig, *, max_len: int, config: CacheConfig, dtype: Any
 ) -> Policy | None:
-    """The config's policy, a budget in bytes turned into the most tokens with which the whole cache
-    of one row (all layers, `max_new` tokens after the prompt, tables, calibrated arrays) is no
-    larger. Raises ValueError when even the fewest are."""
+    """The config's policy with its budget in tokens, where it is not a share of the prompt.
+
+    Of a budget in bytes: the most tokens with which the whole cache of one row (all layers, `max_new`
+    tokens after the prompt, tables, calibrated arrays) is no larger. Of a policy that evicts while
+    decoding, a share is one of `max_len`. Raises ValueError when even the fewest tokens are too many.
+    """
     policy = config.policy
+    if policy is not None and policy.decodes and policy.budget.share is not None:
+        return policy.of_tokens(max(policy.least, math.ceil(policy.budget.share * max_len)))
     if policy is None or policy.budget.bytes is None:
         return policy
 

@@ -127,7 +127,7 @@ class Policy(abc.ABC):
         return False
 
     def of_tokens(self, tokens: int) -> Self:
-        """This policy with its budget in bytes known to be so many tokens."""
+        """This policy with its budget, in bytes or a share of the cache, known in tokens."""
         return dataclasses.replace(self, budget=self.budget._replace(tokens=tokens))
 
     def factors(self, layers: int) -> tuple[float, ...]:

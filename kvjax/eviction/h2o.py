@@ -15,26 +15,19 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.checks import need
 from kvjax.eviction.attention import column_mass
 from kvjax.eviction.base import Policy, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
 class H2O(Policy):
-    """window: recent tokens; None takes half of the budget, which is no share of the prompt."""
+    """window: recent tokens; None takes half of the budget. A share is one of the cache's `max_len`,
+    prompt and answer, as the budget holds at every step. The paper has no sinks (`sinks=0`)."""
 
     name: ClassVar[str] = "h2o"
-    sinks: int = 0
     window: int | None = None  # type: ignore[assignment]
 
     def __post_init__(self):
-        need(
-            self.budget.share is None,
-            "evict h2o budget",
-            "a number of tokens (or bytes), which decoding keeps to",
-            str(self.budget),
-        )
         if self.window is None and self.budget.tokens is not None:
             object.__setattr__(self, "window", self.budget.tokens // 2)
         if self.window is not None:

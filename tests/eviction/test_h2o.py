@@ -17,7 +17,21 @@ from kvjax.layers.rope import apply_rope, rope_tables
 
 
 def config_of(budget: int, codec: str = "raw", **fields) -> CacheConfig:
-    return CacheConfig.parse(codec, evict=f"h2o:{budget}", page_size=8, **fields)
+    return CacheConfig.parse(codec, evict=f"h2o:{budget}/sinks=0", page_size=8, **fields)
+
+
+def test_a_share_is_of_the_cache(tiny):
+    """Prompt and answer; and the first four tokens stay (case 34), unlike in the paper."""
+    model = tiny(num_layers=1)
+    config = CacheConfig(evict="h2o:25%", page_size=8)
+    cache = model.init_cache(batch=2, max_len=80, config=config)
+    assert cache.groups[0].k_exact.shape[-1] == 20
+    tokens = oracles.tokens_for(model, 2, 80)
+    _, cache = oracles.feed(model, cache, tokens, [40, *[1] * 40])
+    kept = np.asarray(cache.groups[0].positions[0])
+    assert np.isin(np.arange(4), kept[0, 0]).all()
+    assert np.isin(np.arange(70, 80), kept[1, 1]).all()  # half of the budget
+    assert "h2o:25%" in kvjax.cache_report(cache)["evict"]
 
 
 def stored(name: str, role: str, x: np.ndarray) -> np.ndarray:
