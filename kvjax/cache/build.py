@@ -106,9 +106,10 @@ def fitted_policy(
 ) -> Policy | None:
     """The config's policy with its budget in tokens, where it is not a share of the prompt.
 
-    Of a budget in bytes: the most tokens with which the whole cache of one row (all layers, `max_new`
-    tokens after the prompt, tables, calibrated arrays) is no larger. Of a policy that evicts while
-    decoding, a share is one of `max_len`. Raises ValueError when even the fewest tokens are too many.
+    Of a budget in bytes: the most tokens with which the whole cache of one row (all layers,
+    `max_new` tokens after the prompt, tables, calibrated arrays) is no larger. Of a policy that
+    evicts while decoding, a share is one of `max_len`. Raises ValueError when even the fewest
+    tokens are too many.
     """
     policy = config.policy
     if policy is not None and policy.decodes and policy.budget.share is not None:

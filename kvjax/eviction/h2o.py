@@ -21,8 +21,9 @@ from kvjax.eviction.base import Policy, Prompt
 
 @dataclasses.dataclass(frozen=True)
 class H2O(Policy):
-    """window: recent tokens; None takes half of the budget. A share is one of the cache's `max_len`,
-    prompt and answer, as the budget holds at every step. The paper has no sinks (`sinks=0`)."""
+    """window: recent tokens; None takes half of the budget. A share is one of the cache's
+    `max_len`, prompt and answer, as the budget holds at every step. The paper has no sinks
+    (`sinks=0`)."""
 
     name: ClassVar[str] = "h2o"
     window: int | None = None  # type: ignore[assignment]
