@@ -6,13 +6,16 @@
 
 Decode attention of one layer at the shape of Llama-3-8B, random keys and values. Each codec's
 kernel is compared with the plain-XLA path on the same codes; times are medians. Beside it stand
-JAX's own bf16 attention over dense keys and, where torch is installed, its SDPA. Not yet run.
+JAX's own bf16 attention over dense keys and, where torch is installed, its SDPA. Then whole decode
+steps of a random model at the shape of Llama-3.2-1B, by the kernel and in plain XLA. Not yet run.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
+import functools
 import statistics
 import sys
 import time
@@ -21,8 +24,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from kvjax import codecs
+from kvjax import CacheConfig, ModelConfig, RopeConfig, Transformer, cache_report, codecs
 from kvjax.cache.gpu_leaf import gpu_leaf
 from kvjax.codecs import code_bytes
 from pallas_kernels.paged_attention import paged_partial
@@ -30,6 +34,18 @@ from pallas_kernels.paged_attention.gpu import paged_attention_gpu
 from pallas_kernels.softmax import finish
 
 HEADS, GROUP, HEAD_DIM, PAGE = 8, 4, 128, 128
+ONE_B = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_layers": 16,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+    "rope": RopeConfig(theta=5e5),
+}
 CODECS = "raw,int8,int4,int4-hadamard,kivi4,kivi2,turboquant4,turboquant2"
 
 
@@ -58,7 +74,51 @@ def main() -> int:
             )
             share = f"{rate / 1e9:.0f} | {rate / bandwidth:.2f}"
             print(f"| {tokens} | {name} | {row['error']:.1e} | {times} | {share} |", flush=True)
+    print("\n| tokens | codec | kernel | ms a step | tokens/s | cache, GiB | bytes over copies |")
+    print("|---|---|---|---|---|---|---|")
+    model = random_model(ONE_B)
+    for tokens in map(int, arguments.tokens.split(",")):
+        for name in arguments.codecs.split(","):
+            for kernel in ("gpu", "xla"):
+                row = decode(model, name, kernel, batch=arguments.batch, tokens=tokens)
+                rate, share = arguments.batch / row["seconds"], row["bytes"] / bandwidth
+                print(
+                    f"| {tokens} | {name} | {kernel} | {1e3 * row['seconds']:.2f} | {rate:.0f}"
+                    f" | {row['cache'] / 2**30:.2f} | {share / row['seconds']:.2f} |",
+                    flush=True,
+                )
     return 0
+
+
+def random_model(fields: dict[str, Any]) -> Transformer:
+    return Transformer(ModelConfig(**fields), rngs=nnx.Rngs(0), dtype="bfloat16", form="stacked")
+
+
+def decode(
+    model: Transformer, codec: str, kernel: str, *, batch: int, tokens: int, steps: int = 16
+) -> dict[str, Any]:
+    """Seconds of a decode step over `tokens` cached tokens of each row, the bytes that a step reads
+    (weights and cache) and those of the cache. The pages hold zeros: time does not depend on what
+    they hold."""
+    config = CacheConfig(k=codec, v=codec, kernel=kernel)
+    cache = model.init_cache(batch=batch, max_len=tokens + PAGE, config=config)
+    cache = dataclasses.replace(cache, length=jnp.full((batch,), tokens, jnp.int32))
+    size = cache_report(cache)["total_bytes"]
+    graphdef, state = nnx.split(model)
+
+    @functools.partial(jax.jit, donate_argnums=2)
+    def step(state, token, cache):
+        model = nnx.merge(graphdef, state)
+        x, cache = model.hidden(token, cache, jnp.ones((batch,), jnp.int32))
+        return jnp.argmax(model.logits(x), axis=-1).astype(jnp.int32), cache
+
+    token, times = jnp.zeros((batch, 1), jnp.int32), []
+    for _ in range(steps):
+        start = time.perf_counter()
+        token, cache = jax.block_until_ready(step(state, token, cache))
+        times.append(time.perf_counter() - start)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    return {"seconds": statistics.median(times[2:]), "bytes": weights + size, "cache": size}
 
 
 def check(name: str, batch: int, tokens: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 from kvjax import codecs
@@ -119,3 +120,11 @@ def test_the_check_of_a_gpu_wants_one():
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "expected a GPU, got cpu" in done.stdout
+
+
+def test_its_decode_step_is_the_models(tiny):
+    """The part of the check that needs no GPU: a step over a cache said to be full."""
+    check = programs.load("infer/gpu_check.py")
+    row = check.decode(tiny(form="stacked"), "int8", "xla", batch=2, tokens=256, steps=3)
+    assert row["seconds"] > 0
+    assert row["bytes"] > row["cache"] > 0
