@@ -142,7 +142,7 @@ def check(name: str, batch: int, tokens: int) -> dict[str, Any]:
     def reference(q, k_pages, v_pages, table, used):
         part = paged_partial(
             q, k_pages, v_pages, table, used, page_size=PAGE, scale=scale, tile_tokens=1024,
-            decode_k=lambda codes, t: pair[0].decode_t(codes, {}, jnp.bfloat16),
+            decode_k=lambda codes, t: pair[0].decode(codes, {}, jnp.bfloat16),
             decode_v=lambda codes, t: pair[1].decode(codes, {}, jnp.bfloat16),
         )  # fmt: skip
         return finish(part)

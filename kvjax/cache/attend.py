@@ -255,9 +255,14 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
     q, dtype = k_codec.prepare_query(chunk.rows, layer.k_params), chunk.q.dtype
     plain = type(v_codec).finish_output is Codec.finish_output
 
+    turning = spec.turns and chunk.how.rope is not None
+    tokens_last = turning or k_codec.tokens_last
+
     def decode_k(codes: Any, tokens: Int[Array, "S"]) -> Array:
+        if not tokens_last:
+            return k_codec.decode(codes, layer.k_params, dtype)
         k_t = k_codec.decode_t(codes, layer.k_params, dtype)  # B n K H S
-        if spec.turns and chunk.how.rope is not None:
+        if turning:
             k_t = jnp.moveaxis(k_t, 1, 3)  # B K H n S
             flat = k_t.reshape(*k_t.shape[:3], -1)
             token = spec.paged_token(tokens, chunk.length)
@@ -283,6 +288,7 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
             softcap=chunk.how.softcap,
             mask=pages_seen(spec, chunk),
             start=start,
+            tokens_last=tokens_last and spec.packed is None,
         )
 
     if kernel.takes(spec, chunk):

@@ -182,7 +182,7 @@ def _gpu_part(layer: LayerView, chunk: Chunk, q: Array, tiles: Callable | None) 
 
 def unpack_keys(fmt: PageFormat, dtype: Any) -> Callable[[Codes, Array], Array]:
     """`decode_k` of `paged_partial` for packed pages, in plain XLA."""
-    return lambda codes, tokens: jnp.swapaxes(fmt.unpack(codes["page"])[0], -1, -2).astype(dtype)
+    return lambda codes, tokens: fmt.unpack(codes["page"])[0].astype(dtype)
 
 
 def unpack_values(fmt: PageFormat, dtype: Any) -> Callable[[Codes, Array], Array]:

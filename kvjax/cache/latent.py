@@ -235,7 +235,7 @@ def _paged_part(layer: LayerView, chunk: LatentChunk, plain: Chunk) -> Partial:
         pages,
         layer.table,
         spec.used_pages(chunk.length),
-        decode_k=lambda codes, tokens: jnp.swapaxes(tile(codes, tokens)[0], 3, 4),
+        decode_k=lambda codes, tokens: tile(codes, tokens)[0],
         decode_v=lambda codes, tokens: tile(codes, tokens)[1],
         page_size=spec.page_size,
         scale=chunk.how.scale,

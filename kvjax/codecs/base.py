@@ -48,6 +48,8 @@ class Codec(abc.ABC):
     name: ClassVar[str]
     #: keys are encoded before RoPE and rotated when they are read (KVQuant)
     pre_rope: ClassVar[bool] = False
+    #: the stored form has tokens last: `decode_t` costs nothing, and `decode` a transposition
+    tokens_last: ClassVar[bool] = False
     #: the stored `x` is what `decode` (for keys `decode_t`) gives: attention may read it in place
     in_place: ClassVar[bool] = False
     #: a token's codes are its own, in leaves of the layouts above: it may be written over alone

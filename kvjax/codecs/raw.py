@@ -39,6 +39,7 @@ class RawKey(Codec):
     """
 
     name: ClassVar[str] = "raw"
+    tokens_last: ClassVar[bool] = True
     in_place: ClassVar[bool] = True
 
     def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:

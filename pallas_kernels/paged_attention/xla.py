@@ -38,12 +38,14 @@ def paged_partial(
     start: Partial | None = None,
     softcap: float | None = None,
     mask: Callable[[Array], Array] | None = None,
+    tokens_last: bool = False,
 ) -> Partial:
     """Attention of every query to the first `used[b]` pages of its row; `acc [B, K, Q, R]`.
 
     k_pages, v_pages: pytrees of arrays `[P, K, ...]`. decode_k turns gathered codes
     `[B, n, K, ...]`, and the numbers of their tokens among the row's paged tokens `[n S]`, into
-    keys `[B, n, K, H, S]`; decode_v into values `[B, n, K, S, R]`. start: attention to other keys,
+    keys `[B, n, K, S, H]` (tokens_last: `[B, n, K, H, S]`, where that is how they lie); decode_v
+    into values `[B, n, K, S, R]`. start: attention to other keys,
     in the same space of values, to merge into. softcap: see `attend_tile`. mask: which of a tile's
     tokens `[n S]` each query may see, as `[B, 1, Q, n S]`; they hold real tokens.
     """
@@ -51,27 +53,35 @@ def paged_partial(
     tile = max(1, min(tile_tokens // page_size, table.shape[1]))
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % tile)))
 
-    def body(i, part):
+    def body(i, carry):
+        part, codes = carry
         page = i * tile + jnp.arange(tile)
-        k_t, v = load(i)
+        k, v = decode(i, codes)
         valid, within = page[None] < used[:, None], None
         if mask is not None:
             seen = mask(i * tile * page_size + jnp.arange(tile * page_size))  # B 1 Q n S
             within = jnp.moveaxis(seen.reshape(*seen.shape[:3], tile, page_size), 3, 1)
         how: dict[str, Any] = {"scale": scale, "softcap": softcap, "within": within}
-        return merge(part, _pages(q, k_t, v, valid, **how))
+        found = _pages(q, k, v, valid, tokens_last=tokens_last, **how)
+        return merge(part, found), load(i + 1)
 
+    # The next tile's codes are carried: decoding then reads an array of its own. Fused with the
+    # slice of the pool it is several times slower on CPU, where codes have two planes.
     def load(i):
         ids = jax.lax.dynamic_slice_in_dim(table, i * tile, tile, axis=1)  # B n
+        k = _gather(k_pages, ids)
+        return k, k if v_pages is k_pages else _gather(v_pages, ids)
+
+    def decode(i, codes):
         tokens = i * tile * page_size + jnp.arange(tile * page_size)
-        return decode_k(_gather(k_pages, ids), tokens), decode_v(_gather(v_pages, ids), tokens)
+        return decode_k(codes[0], tokens), decode_v(codes[1], tokens)
 
     shape = (B, K, Q)
-    out_dim = jax.eval_shape(load, 0)[1].shape[-1]
+    out_dim = jax.eval_shape(lambda: decode(0, load(0)))[1].shape[-1]
     if start is None:
         start = Partial(jnp.zeros((*shape, out_dim)), jnp.full(shape, MASKED), jnp.zeros(shape))
     tiles = (jnp.max(used) + tile - 1) // tile
-    return jax.lax.fori_loop(0, tiles, body, start)
+    return jax.lax.fori_loop(0, tiles, body, (start, load(0)))[0]
 
 
 def pool_partial(
@@ -91,15 +101,17 @@ def pool_partial(
     order = table[0]
     in_use = jnp.arange(order.size) < used[0]
     valid = jnp.any((order[:, None] == jnp.arange(order.size)[None]) & in_use[:, None], axis=0)
-    return _pages(q, k_t[None], v[None], valid[None], scale=scale, softcap=softcap, order=order)
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "order": order}
+    return _pages(q, k_t[None], v[None], valid[None], tokens_last=True, **how)
 
 
 def _pages(
     q: Float[Array, "B K Q H"],
-    k_t: Float[Array, "B n K H S"],
+    k: Float[Array, "B n K *S_H"],
     v: Float[Array, "B n K S R"],
     valid: Bool[Array, "B n"],
     *,
+    tokens_last: bool,
     scale: float,
     softcap: float | None = None,
     order: Int[Array, "n"] | None = None,
@@ -111,7 +123,9 @@ def _pages(
     """
     seen = valid[:, :, None, None]
     rows = jnp.broadcast_to(q[:, None], (*valid.shape, *q.shape[1:]))
-    scores = jnp.matmul(rows, k_t, preferred_element_type=jnp.float32) * scale  # B n K Q S
+    channels = k.ndim - 2 if tokens_last else k.ndim - 1
+    dims = (((4,), (channels,)), ((0, 1, 2), (0, 1, 2)))
+    scores = jax.lax.dot_general(rows, k, dims, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(seen[..., None], soft_cap(scores, softcap), MASKED)
     scores = scores if within is None else jnp.where(within, scores, MASKED)
     top = jnp.max(scores, axis=(1, 4))  # B K Q

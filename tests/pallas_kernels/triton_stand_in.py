@@ -105,7 +105,7 @@ def run(name: str) -> float:
     used = jnp.asarray([M, 1, 0], jnp.int32)
     expected = paged_partial(
         q, *pages, table, used, scale=0.2, page_size=T,
-        decode_k=lambda c, t: k_codec.decode_t(c, {}, jnp.float32),
+        decode_k=lambda c, t: k_codec.decode(c, {}, jnp.float32),
         decode_v=lambda c, t: v_codec.decode(c, {}, jnp.float32),
     )  # fmt: skip
     rows = 16
