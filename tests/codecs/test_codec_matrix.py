@@ -27,7 +27,7 @@ def bytes_per_token(codec, role, head_dim):
     if codec.name in ("int8", "fp8"):
         return head_dim + 2
     if codec.name == "int":
-        return head_dim * bits / 8 + 4 * groups
+        return head_dim * bits / 8 + (2 if codec.symmetric else 4) * groups
     if codec.name == "kivi":
         return head_dim * bits / 8 + 4 * head_dim / 32
     if codec.name == "kvquant":

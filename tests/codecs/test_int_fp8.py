@@ -7,6 +7,7 @@ import pytest
 from codec_data import entries, normal, rel_mse, round_trip
 
 from kvjax import codecs
+from kvjax.codecs import fp8
 
 PUBLISHED = [
     ("int8", {}, 4.18e-5),
@@ -109,3 +110,11 @@ def test_packed_leaves_hold_no_byte_per_code():
     codes = jax.eval_shape(lambda x: codec.encode(jnp.asarray(x), {}), jnp.zeros((1, 64, 128)))
     assert codes["words"].dtype == jnp.uint32
     assert codes["words"].size * 4 == 64 * 128 // 2
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_every_float8(format):
+    bits = jnp.arange(256, dtype=jnp.uint8)
+    kind = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[format]
+    expected = jax.lax.bitcast_convert_type(bits, kind).astype(jnp.float32)
+    np.testing.assert_array_equal(jax.jit(fp8.numbers, static_argnums=1)(bits, format), expected)
