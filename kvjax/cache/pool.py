@@ -90,7 +90,8 @@ def init_pool(spec: GroupSpec, *, batch: int, apart: bool) -> Pool:
 
     if spec.packed is not None:
         shape = (slots // blocks * pages, spec.packed.rows, LANES)
-        page: Codes = {"page": jnp.zeros(shape, jnp.int32)}
-        return Pool((page,) * blocks, ({},) * blocks, slots=slots, pages=pages)
+        # an array for each block: a buffer that stands twice in a cache cannot be donated
+        packed = tuple({"page": jnp.zeros(shape, jnp.int32)} for _ in range(blocks))
+        return Pool(packed, ({},) * blocks, slots=slots, pages=pages)
     k, v = of(spec.k_codec, spec.head_dim), of(spec.v_codec, spec.v_head_dim)
     return Pool(k, v, slots=slots, pages=pages)

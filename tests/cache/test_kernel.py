@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax import CacheConfig, MLAConfig, cache_report
 from kvjax.cache import format_report, init_cache
 from kvjax.plan import cache_bytes
@@ -109,6 +110,16 @@ def test_a_prompt_that_was_evicted_from(tiny):
     got, cache = run(model, CacheConfig(**config, kernel="tpu-v5e"), tokens, [400, 1])
     assert cache.groups[0].spec.kernel == "tpu"
     assert np.abs(got - expected).max() < CLOSE * np.abs(expected).max()
+
+
+def test_no_buffer_stands_twice_in_a_cache(tiny):
+    """It is donated at every step."""
+    config = CacheConfig(k="int8", v="int8", kernel="tpu-v5e")
+    cache = tiny(**BASE).init_cache(batch=1, max_len=600, config=config)
+    places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache) if leaf.size]
+    assert len(set(places)) == len(places)
+    out = kvjax.generate(tiny(**BASE), [[1, 2, 3]], max_tokens=3, cache_config=config)
+    assert len(out.tokens[0]) == 3
 
 
 def test_bytes_of_packed_latents(tiny):
