@@ -178,7 +178,10 @@ def _describe(group: dict[str, Any]) -> str:
         tail = "" if group["k"] == group["v"] == "raw" else "; nothing is sealed: no codec is used"
         return f"{first}exact, the first {group['sinks']} and the last {last}{tail}"
     k, v = ("latents", "rotated keys") if group["latent"] else ("keys", "values")
-    reader = {"xla": "plain XLA", "tpu": "the TPU kernel", "gpu": "the GPU kernel"}[group["kernel"]]
+    reader, own = "plain XLA", group["kernel"]
+    if own != "xla":
+        here, name = jax.default_backend() == own, own.upper()
+        reader = f"the {name} kernel" if here else f"plain XLA, in place of the {name} kernel"
     why = f" ({group['why_xla']})" if group["why_xla"] else ""
     line = f"{first}{k} {group['k']} {bits['k']:.3g} bits, {v} {group['v']} {bits['v']:.3g} bits;"
     if group["slots"]:
