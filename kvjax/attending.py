@@ -197,8 +197,7 @@ class Retained:
         cache: KVCache | None = None,
     ):
         self.place, self.lengths, self.cache = place, lengths, cache
-        scale = config.attention_scale
-        self.scale = config.head_dim**-0.5 if scale is None else scale
+        self.scale = how_of(config, place).scale
 
     def __call__(
         self,
@@ -226,8 +225,7 @@ class PromptedLatent(Prompted, DenseLatent):
     """The same with latent attention: the policy sees the heads' full keys, turned channels first,
     and all heads keep one set, as they share the latents."""
 
-    def fresh(self, k: Array, v: Array, plain: Array) -> KV:
-        return KV(k, v, k)
+    fresh = Dense.fresh
 
     def keep(self, q: Array, q_rope: Array, kv: KV, rope: Any, *, up: Up) -> KV:  # type: ignore[override]
         latent = kv.k[:, :, 0]  # B T C

@@ -38,8 +38,10 @@ __all__ = [
     "to_dict",
 ]
 
+#: TPUs whose pages a cache can have, by name
+TPU_GENERATIONS = {"tpu-v5e": 5, "tpu-v5p": 5, "tpu-v6e": 6, "tpu-7x": 7}
 #: `CacheConfig.kernel`
-KERNELS = ("auto", "xla", "gpu", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x")
+KERNELS = ("auto", "xla", "gpu", *TPU_GENERATIONS)
 
 
 @dataclasses.dataclass(frozen=True)

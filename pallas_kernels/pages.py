@@ -116,16 +116,19 @@ class PageFormat:
         return self.rows * LANES * 4
 
     @property
-    def side_bytes(self) -> int:
-        """Of a page's bytes those that are no codes: float16 numbers, and what pads the page."""
-        return self.page_bytes - self.side_row * LANES * 4
+    def code_bytes(self) -> int:
+        """Of a page's bytes the codes; the others are float16 numbers, and what pads the page."""
+        return self.side_row * LANES * 4
+
+    @property
+    def code_bits(self) -> tuple[int, int]:
+        """Bits of a code of the keys and of one of the values."""
+        return self.k.bits, self.v.bits
 
     def bits(self) -> tuple[float, float]:
         """Bits that a number of the keys and one of the values cost. Padding counts as values'."""
         numbers = self.num_kv_heads * self.head_dim * LANES
-        k = 32 * self.key_rows * self.num_kv_heads * LANES + 16 * self.k.halves * (
-            self.num_kv_heads * LANES
-        )
+        k = (32 * self.key_rows + 16 * self.k.halves) * self.num_kv_heads * LANES
         return k / numbers, (8 * self.page_bytes - k) / numbers
 
     def keys_values(self, pages: Int[Array, "*lead rows 128"]) -> tuple[Array, Array]:
@@ -200,8 +203,6 @@ class LatentFormat(PageFormat):
             raise ValueError(
                 "LatentFormat: expected one KV head, and one code for keys and values."
             )
-        if self.k.width(self.head_dim) != self.head_dim:
-            raise ValueError(f"k: {type(self.k).__name__} gives no values.")
 
     @property
     def query_width(self) -> int:
@@ -236,6 +237,10 @@ class LatentFormat(PageFormat):
     @property
     def side_pairs(self) -> int:
         return -(-(self.k.halves + self.rope.halves) // 2)
+
+    @property
+    def code_bits(self) -> tuple[int, int]:
+        return self.k.bits, self.rope.bits
 
     def bits(self) -> tuple[float, float]:
         """Of a latent's number, and of a rotated key's, which has the padding."""

@@ -197,10 +197,17 @@ def _as_near(spec: GroupSpec, chunk: Chunk) -> Float[Array, "B K Q H"]:
     """The chunk's queries, turned back to where a full stream has its newest token."""
     assert chunk.how.rope is not None
     at = beyond(spec, chunk.length, chunk.tokens)
-    cos, sin = (x / attention_factor(chunk.how.rope) for x in chunk.angles(at))
     B, A, K, G, H = chunk.q.shape
-    turned = apply_rope(chunk.q.reshape(B, A, K * G, H), cos, -sin)
-    return dataclasses.replace(chunk, q=turned.reshape(chunk.q.shape)).rows
+    q = turned_back(chunk.q.reshape(B, A, K * G, H), chunk.angles(at), chunk.how.rope)
+    return dataclasses.replace(chunk, q=q.reshape(chunk.q.shape)).rows
+
+
+def turned_back(
+    q: Float[Array, "B A N R"], angles: tuple[Array, Array], rope: RopeConfig
+) -> Float[Array, "B A N R"]:
+    """Queries turned the other way, by the angles of `rope_tables`; their length stays."""
+    cos, sin = (x / attention_factor(rope) for x in angles)
+    return apply_rope(q, cos, -sin)
 
 
 def beyond(
@@ -251,10 +258,43 @@ def _sealed_part(layer: LayerView, chunk: Chunk, others: Partial) -> Partial:
 
 def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array, "B"]) -> Partial:
     """The pages' part merged into the others, while they are read where values need no way back."""
-    spec, k_codec, v_codec = layer.spec, layer.spec.k_codec, layer.spec.v_codec
-    q, dtype = k_codec.prepare_query(chunk.rows, layer.k_params), chunk.q.dtype
-    plain = type(v_codec).finish_output is Codec.finish_output
+    spec, v_codec = layer.spec, layer.spec.v_codec
+    q = spec.k_codec.prepare_query(chunk.rows, layer.k_params)
+    decode_k, decode_v, tokens_last = _decoders(layer, chunk)
 
+    def tiles(q: Array, start: Partial | None) -> Partial:
+        return paged_partial(
+            q.astype(chunk.q.dtype),
+            layer.k_pages,
+            layer.v_pages if spec.packed is None else layer.k_pages,
+            layer.table,
+            used,
+            decode_k=decode_k,
+            decode_v=decode_v,
+            page_size=spec.page_size,
+            scale=chunk.how.scale,
+            softcap=chunk.how.softcap,
+            mask=pages_seen(spec, chunk),
+            start=start,
+            tokens_last=tokens_last,
+        )
+
+    if kernel.takes(spec, chunk):
+        part = kernel.kernel_part(layer, chunk, q, tiles)
+    elif type(v_codec).finish_output is Codec.finish_output:
+        return tiles(q, others)
+    else:
+        part = tiles(q, None)
+    acc = v_codec.finish_output(part.acc, layer.v_params).astype(jnp.float32)
+    return merge(others, part._replace(acc=acc))
+
+
+def _decoders(layer: LayerView, chunk: Chunk) -> tuple[Callable, Callable, bool]:
+    """`decode_k`, `decode_v` and `tokens_last` of `paged_partial` for a layer's pages."""
+    spec, k_codec, dtype = layer.spec, layer.spec.k_codec, chunk.q.dtype
+    if spec.packed is not None:
+        keys, values = kernel.unpackers(spec.packed, dtype)
+        return keys, values, False
     turning = spec.turns and chunk.how.rope is not None
     tokens_last = turning or k_codec.tokens_last
 
@@ -272,33 +312,9 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
         return k_t
 
     def decode_v(codes: Any, tokens: Int[Array, "S"]) -> Array:
-        return v_codec.decode(codes, layer.v_params, dtype)
+        return spec.v_codec.decode(codes, layer.v_params, dtype)
 
-    def tiles(q: Array, start: Partial | None) -> Partial:
-        return paged_partial(
-            q.astype(dtype),
-            layer.k_pages,
-            layer.v_pages if spec.packed is None else layer.k_pages,
-            layer.table,
-            used,
-            decode_k=decode_k if spec.packed is None else kernel.unpack_keys(spec.packed, dtype),
-            decode_v=decode_v if spec.packed is None else kernel.unpack_values(spec.packed, dtype),
-            page_size=spec.page_size,
-            scale=chunk.how.scale,
-            softcap=chunk.how.softcap,
-            mask=pages_seen(spec, chunk),
-            start=start,
-            tokens_last=tokens_last and spec.packed is None,
-        )
-
-    if kernel.takes(spec, chunk):
-        part, plain = kernel.kernel_part(layer, chunk, q, tiles), False
-    else:
-        part = tiles(q, others if plain else None)
-    if plain:
-        return part
-    acc = v_codec.finish_output(part.acc, layer.v_params).astype(jnp.float32)
-    return merge(others, part._replace(acc=acc))
+    return decode_k, decode_v, tokens_last
 
 
 def _rope_tile(

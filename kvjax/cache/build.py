@@ -69,7 +69,8 @@ def init_cache(
         None,
         "Make the cache with model.init_cache, which reads the file.",
     )
-    specs = group_specs(model, max_len=max_len, config=config, dtype=dtype)
+    policy = fitted_policy(model, max_len=max_len, config=config, dtype=dtype)
+    specs = _specs(model, policy, max_len=max_len, config=config, dtype=dtype)
     if devices > 1 and config.kernel == "auto":
         specs = tuple(
             without_kernel(spec, f"the model lies on {devices} devices") for spec in specs
@@ -86,8 +87,8 @@ def init_cache(
         length=jnp.zeros((batch,), jnp.int32),
         layer_map=tuple(slot_of[model.source_of(layer)] for layer in range(model.num_layers)),
         max_len=max_len,
-        policy=fitted_policy(model, max_len=max_len, config=config, dtype=dtype),
-        pending=config.policy is not None,
+        policy=policy,
+        pending=policy is not None,
         states=jnp.zeros(state, jnp.float32) if model.retaining else None,
     )
 

@@ -19,7 +19,7 @@ from kvjax.cache.gpu_leaf import gpu_leaf
 from kvjax.cache.packed import page_format
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codes
-from kvjax.config import need
+from kvjax.config import TPU_GENERATIONS, need
 from pallas_kernels.paged_attention import gpu, paged_attention
 from pallas_kernels.pages import PageFormat
 from pallas_kernels.softmax import Partial
@@ -27,16 +27,14 @@ from pallas_kernels.softmax import Partial
 if TYPE_CHECKING:
     from kvjax.cache.attend import Chunk, LayerView
 
-#: `CacheConfig.kernel`. A TPU's name makes that TPU's pages, also where no TPU is: there plain XLA
-#: reads them.
-TPU_GENERATIONS = {"tpu-v5e": 5, "tpu-v5p": 5, "tpu-v6e": 6, "tpu-7x": 7}
 #: Queries of all KV heads of a row up to which the kernels are called; a longer chunk is bound by
 #: its products, and plain XLA takes it tile by tile.
 MOST_QUERIES = 1024
 
 
 def with_kernel(spec: GroupSpec, wanted: str) -> GroupSpec:
-    """The spec with its implementation chosen. Raises ValueError, with the reason, where the one
+    """The spec with its implementation chosen. A TPU's name makes that TPU's pages, also where no
+    TPU is: there plain XLA reads them. Raises ValueError, with the reason, where the implementation
     asked for by name does not take the group."""
     if not spec.pages_per_row:
         return spec
@@ -180,11 +178,10 @@ def _gpu_part(layer: LayerView, chunk: Chunk, q: Array, tiles: Callable | None) 
     return jax.lax.platform_dependent(q, cuda=kernel, default=lambda q: tiles(q, None))
 
 
-def unpack_keys(fmt: PageFormat, dtype: Any) -> Callable[[Codes, Array], Array]:
-    """`decode_k` of `paged_partial` for packed pages, in plain XLA."""
-    return lambda codes, tokens: fmt.unpack(codes["page"])[0].astype(dtype)
+def unpackers(fmt: PageFormat, dtype: Any) -> tuple[Callable, Callable]:
+    """`decode_k` and `decode_v` of `paged_partial` for packed pages, in plain XLA."""
 
+    def of(part: int) -> Callable[[Codes, Array], Array]:
+        return lambda codes, tokens: fmt.unpack(codes["page"])[part].astype(dtype)
 
-def unpack_values(fmt: PageFormat, dtype: Any) -> Callable[[Codes, Array], Array]:
-    """`decode_v` likewise."""
-    return lambda codes, tokens: fmt.unpack(codes["page"])[1].astype(dtype)
+    return of(0), of(1)

@@ -18,11 +18,20 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import codecs
 from kvjax.cache import kernel
-from kvjax.cache.attend import Chunk, How, LayerView, beyond, chunk_part, exact_seen, pages_seen
+from kvjax.cache.attend import (
+    Chunk,
+    How,
+    LayerView,
+    beyond,
+    chunk_part,
+    exact_seen,
+    pages_seen,
+    turned_back,
+)
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codec
 from kvjax.config import need
-from kvjax.layers.rope import apply_rope, attention_factor, rope_tables
+from kvjax.layers.rope import apply_rope, rope_tables
 from pallas_kernels.paged_attention import paged_partial
 from pallas_kernels.softmax import Partial, attend_tile, finish, merge
 
@@ -45,6 +54,11 @@ class LatentChunk:
     new: Int[Array, "B"]
     at: Int[Array, "B A"] | None
     how: How = dataclasses.field(metadata={"static": True})
+
+    def angles(self, positions: Int[Array, "B S"]) -> tuple[Array, Array]:
+        """cos and sin of positions, for rotated keys."""
+        assert self.how.rope is not None
+        return rope_tables(self.how.rope, self.q_rope.shape[-1], positions, self.length + self.new)
 
 
 def latent_codecs(pair: tuple[Codec, Codec], rope_bits: int | None) -> tuple[Codec, Codec]:
@@ -129,9 +143,8 @@ def _turned(
     """Cached rotated keys as the queries meet them: a stream turns them when they are read."""
     if not layer.spec.turns or chunk.how.rope is None:
         return k_rope
-    at = layer.position(token, chunk.length)
-    tables = rope_tables(chunk.how.rope, k_rope.shape[-1], at, chunk.length + chunk.new)
-    return apply_rope(k_rope[:, :, None], *tables, interleave=chunk.how.interleave)[:, :, 0]
+    angles = chunk.angles(layer.position(token, chunk.length))
+    return apply_rope(k_rope[:, :, None], *angles, interleave=chunk.how.interleave)[:, :, 0]
 
 
 def _as_near(spec: GroupSpec, chunk: LatentChunk) -> Float[Array, "B A N R"]:
@@ -139,9 +152,7 @@ def _as_near(spec: GroupSpec, chunk: LatentChunk) -> Float[Array, "B A N R"]:
     rope = chunk.how.rope
     assert rope is not None
     at = beyond(spec, chunk.length, _as_chunk(chunk).tokens)
-    tables = rope_tables(rope, chunk.q_rope.shape[-1], at, chunk.length + chunk.new)
-    cos, sin = (x / attention_factor(rope) for x in tables)
-    return apply_rope(chunk.q_rope, cos, -sin)
+    return turned_back(chunk.q_rope, chunk.angles(at), rope)
 
 
 def absorbed_query(

@@ -99,8 +99,8 @@ def _split_pages(spec: GroupSpec, pages: Mapping[str, Any]) -> tuple[int, int]:
     if spec.packed is None:
         return split_bytes(pages)
     total = _nbytes(pages)
-    side = total // spec.packed.page_bytes * spec.packed.side_bytes
-    return total - side, side
+    code = total // spec.packed.page_bytes * spec.packed.code_bytes
+    return code, total - code
 
 
 def bits_of(
@@ -108,8 +108,8 @@ def bits_of(
 ) -> tuple[float, float]:
     """Bits of a sealed number: (of its codes alone, with its scales and outliers)."""
     if spec.packed is not None:
-        fmt, k = spec.packed, role == "k"
-        return float((fmt.k if k else fmt.v).bits), fmt.bits()[not k]
+        at = "kv".index(role)
+        return float(spec.packed.code_bits[at]), spec.packed.bits()[at]
     dim = spec.head_dim if role == "k" else spec.v_head_dim
     shapes = codec.code_shapes(tokens=spec.page_size, head_dim=dim, dtype=dtype or spec.dtype)
     code, side = split_bytes(shapes)
@@ -178,11 +178,6 @@ def _describe(group: dict[str, Any]) -> str:
         tail = "" if group["k"] == group["v"] == "raw" else "; nothing is sealed: no codec is used"
         return f"{first}exact, the first {group['sinks']} and the last {last}{tail}"
     k, v = ("latents", "rotated keys") if group["latent"] else ("keys", "values")
-    reader, own = "plain XLA", group["kernel"]
-    if own != "xla":
-        here, name = jax.default_backend() == own, own.upper()
-        reader = f"the {name} kernel" if here else f"plain XLA, in place of the {name} kernel"
-    why = f" ({group['why_xla']})" if group["why_xla"] else ""
     line = f"{first}{k} {group['k']} {bits['k']:.3g} bits, {v} {group['v']} {bits['v']:.3g} bits;"
     if group["slots"]:
         slots = f"{group['slots']} slots a head, one token each"
@@ -193,7 +188,16 @@ def _describe(group: dict[str, Any]) -> str:
     )
     if group["window"] is not None:
         line = f"{line}\n    a window of {group['window']}: {group['pages']} pages a row"
-    return f"{line}\n    read by {reader}{why}"
+    return f"{line}\n    read by {_reader(group)}"
+
+
+def _reader(group: dict[str, Any]) -> str:
+    """What reads a group's sealed pages on this machine."""
+    kernel, name = group["kernel"], group["kernel"].upper()
+    if kernel == "xla":
+        return "plain XLA" + (f" ({group['why_xla']})" if group["why_xla"] else "")
+    here = jax.default_backend() == kernel
+    return f"the {name} kernel" if here else f"plain XLA, in place of the {name} kernel"
 
 
 def human(n: float) -> str:

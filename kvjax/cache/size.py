@@ -38,18 +38,12 @@ def bytes_of(specs: Sequence[GroupSpec], *, batch: int) -> dict[str, int]:
     for spec in specs:
         n, M = len(spec.layers), spec.pages_per_row
         K, E = spec.num_kv_heads, spec.exact_slots
-        pool = n * batch * M
-        for codec, dim in ((spec.k_codec, spec.head_dim), (spec.v_codec, spec.v_head_dim)):
-            if spec.packed is None:
-                code, side = _page(codec, spec.page_size, dim, K, spec.dtype)
-                parts["codes"] += pool * code
-                parts["scales"] += pool * side
+        for codec, dim in _roles(spec):
             parts["exact"] += n * batch * K * dim * E * spec.dtype.itemsize
             params = codec.param_shapes(num_kv_heads=K, head_dim=dim)
             parts["calibration"] += n * code_bytes(params)
-        if spec.packed is not None:
-            parts["codes"] += pool * (spec.packed.page_bytes - spec.packed.side_bytes)
-            parts["scales"] += pool * spec.packed.side_bytes
+        for part, size in zip(("codes", "scales"), _page(spec), strict=True):
+            parts[part] += n * batch * M * size
         parts["tables"] += 4 * n * batch * M
         if spec.heavy:  # positions and scores
             parts["tables"] += 8 * n * batch * K * spec.places
@@ -59,7 +53,22 @@ def bytes_of(specs: Sequence[GroupSpec], *, batch: int) -> dict[str, int]:
     return parts
 
 
+def _roles(spec: GroupSpec) -> tuple[tuple[Codec, int], tuple[Codec, int]]:
+    """The codec and channels of keys, and of values."""
+    return (spec.k_codec, spec.head_dim), (spec.v_codec, spec.v_head_dim)
+
+
+def _page(spec: GroupSpec) -> tuple[int, int]:
+    """Bytes of the codes of a page, keys and values together, and of what travels with them."""
+    fmt = spec.packed
+    if fmt is not None:
+        return fmt.code_bytes, fmt.page_bytes - fmt.code_bytes
+    shape = (spec.page_size, spec.num_kv_heads, spec.dtype)
+    k, v = (_codec_page(codec, dim, *shape) for codec, dim in _roles(spec))
+    return k[0] + v[0], k[1] + v[1]
+
+
 @functools.lru_cache(maxsize=256)  # a budget in bytes asks again and again
-def _page(codec: Codec, tokens: int, dim: int, heads: int, dtype: Any) -> tuple[int, int]:
+def _codec_page(codec: Codec, dim: int, tokens: int, heads: int, dtype: Any) -> tuple[int, int]:
     shapes = codec.code_shapes(tokens=tokens, head_dim=dim, num_kv_heads=heads, dtype=dtype)
     return split_bytes(shapes)

@@ -108,7 +108,7 @@ class Klt(Codec):
             step = jnp.clip(jnp.round(power * _STEPS) + 128, 0, 255)
             codes["scale_log"] = step.astype(jnp.uint8)
             u = u / _token_scale(codes)
-        index = self._nearest(u)
+        index = self._indices(u)
         for bits, n in self._runs(x.shape[-1]):
             codes[f"words{bits}"] = packing.pack(index[..., start : start + n], bits)
             start += n
@@ -188,7 +188,7 @@ class Klt(Codec):
                 gain[:, j] = np.where(better, 1 / (1 - lost), gain[:, j])
         return reach, gain
 
-    def _nearest(self, u: Float[Array, "*lead T H"]) -> UInt32[Array, "*lead T A"]:
+    def _indices(self, u: Float[Array, "*lead T H"]) -> UInt32[Array, "*lead T A"]:
         """The codes of all axes that have bits: those of most bits first, which have no trellis."""
         parts, start, rest = [], 0, []
         for bits, n in self._runs(u.shape[-1]):

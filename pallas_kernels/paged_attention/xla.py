@@ -45,9 +45,9 @@ def paged_partial(
     k_pages, v_pages: pytrees of arrays `[P, K, ...]`. decode_k turns gathered codes
     `[B, n, K, ...]`, and the numbers of their tokens among the row's paged tokens `[n S]`, into
     keys `[B, n, K, S, H]` (tokens_last: `[B, n, K, H, S]`, where that is how they lie); decode_v
-    into values `[B, n, K, S, R]`. start: attention to other keys,
-    in the same space of values, to merge into. softcap: see `attend_tile`. mask: which of a tile's
-    tokens `[n S]` each query may see, as `[B, 1, Q, n S]`; they hold real tokens.
+    into values `[B, n, K, S, R]`. start: attention to other keys, in the same space of values, to
+    merge into. softcap: see `attend_tile`. mask: which of a tile's tokens `[n S]` each query may
+    see, as `[B, 1, Q, n S]`; they hold real tokens.
     """
     B, K, Q, _ = q.shape
     tile = max(1, min(tile_tokens // page_size, table.shape[1]))
