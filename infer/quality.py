@@ -27,6 +27,7 @@ DEFAULT_METHODS = (
     "turboquant3,turboquant2.5,turboquant2,turboquant-prod3,pca3,pca2,recommended,aggressive"
 )
 INTERRUPTED = 130
+_FOUND = ("passkey_inside", "needle_inside", "passkey_outside", "needle_outside")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,9 +84,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _run_evict(args: argparse.Namespace) -> int:
     """Every policy of --evict with every codec of --methods."""
+    import numpy as np
+
     import kvjax
     from kvjax import presets
-    from kvjax.evaluation import passkey, texts
+    from kvjax.evaluation import texts
     from kvjax.evaluation.evicted import EvictBench, EvictTask
 
     methods = ["raw"] if args.methods == DEFAULT_METHODS else args.methods.split(",")
@@ -95,12 +98,10 @@ def _run_evict(args: argparse.Namespace) -> int:
     for m, fields in pairs:
         kvjax.CacheConfig.parse("raw" if m in presets.PRESETS else m, **fields)
     model, tokenizer = kvjax.load(args.model, form="stacked")
-    cases = passkey.cases(
-        tokenizer,
-        lengths=tuple(int(n) for n in args.passkey_lengths.split(",") if n),
-        depths=tuple(float(d) for d in args.passkey_depths.split(",")),
-        keys=args.passkey_keys,
-    )
+    cases = _cases(args, tokenizer)
+    if args.haystack:
+        haystack = np.asarray(tokenizer.encode(texts.read(args.haystack)), np.int32)
+        cases += _cases(args, tokenizer, haystack=haystack)
     windows = texts.windows(tokenizer, args.text, count=args.windows, length=args.tokens)
     bench = EvictBench(model, EvictTask(windows, args.score_from, cases))
     free = ("json_out", "plot", "no_plot", "evict", "methods")
@@ -132,20 +133,16 @@ def _fields(policy: str, shape: dict[str, Any]) -> dict[str, Any]:
 
 def _print_evicted(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     """One line a policy and codec, as a Markdown table."""
-    print(
-        "| evict | codec | tokens left | prompt smaller | all | inside | outside | perplexity"
-        " | KL |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    found = [k for k in _FOUND if rows[0][k]["n"]]
+    heads = ["evict", "codec", "tokens left", "prompt smaller", "all"]
+    heads += [k.replace("_", " ") for k in found] + ["perplexity", "KL"]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for row in rows:
-        keys = [
-            f"{round(row[w]['accuracy'] * row[w]['n'])}/{row[w]['n']}"
-            for w in ("inside", "outside")
-        ]
         rest = row["rows"] if len(set(row["rows"])) > 1 else row["rows"][:1]
         cells = [
             *(row["evict"], row["codec"], ", ".join(map(str, rest))),
-            *(f"{row['prompt_ratio']:.2f}", f"{row['ratio']:.2f}", *keys),
+            *(f"{row['prompt_ratio']:.2f}", f"{row['ratio']:.2f}"),
+            *(_by_depth(row[k]) for k in found),
             *(f"{row['perplexity']:.2f}", f"{row['kl']:.3f} ± {row['kl_se']:.3f}"),
         ]
         print(f"| {' | '.join(cells)} |")
@@ -153,15 +150,22 @@ def _print_evicted(rows: list[dict[str, Any]], args: argparse.Namespace) -> None
     print(
         f"\nPrompts of {args.score_from} tokens of {args.text}, then"
         f" {args.tokens - args.score_from} teacher-forced ({args.windows} windows,"
-        f" n = {n}); tokens left: after those. Passkeys of"
-        f" {args.passkey_lengths} tokens, question inside or outside of the judged prompt."
+        f" n = {n}); tokens left: after those. Passkeys (in filler) and needles (in"
+        f" {args.haystack}) of {args.passkey_lengths} tokens: right of n, and of each length and"
+        f" depth ({args.passkey_depths}); the question inside or outside of the judged prompt."
         f" Dense perplexity {rows[0]['dense_perplexity']:.2f}."
     )
 
 
+def _by_depth(found: dict[str, Any]) -> str:
+    """Right of n, and of each length and depth."""
+    cells = [cell["right"] for cell in found["cells"]]
+    return f"{sum(cells)}/{found['n']} ({' '.join(map(str, cells))})"
+
+
 def _task(args: argparse.Namespace, tokenizer: Any) -> Any:
     from kvjax.config import need
-    from kvjax.evaluation import passkey, texts
+    from kvjax.evaluation import texts
     from kvjax.evaluation.quality import Task
 
     exact = args.sinks + args.recent + args.page_size
@@ -177,12 +181,6 @@ def _task(args: argparse.Namespace, tokenizer: Any) -> Any:
         "another text than --text",
         args.calibration_text,
     )
-    cases = passkey.cases(
-        tokenizer,
-        lengths=tuple(int(n) for n in args.passkey_lengths.split(",") if n),
-        depths=tuple(float(d) for d in args.passkey_depths.split(",")),
-        keys=args.passkey_keys,
-    )
     return Task(
         tokens=texts.windows(tokenizer, args.text, count=args.windows, length=args.tokens),
         first=args.score_from,
@@ -190,8 +188,20 @@ def _task(args: argparse.Namespace, tokenizer: Any) -> Any:
         page_size=args.page_size,
         sinks=args.sinks,
         recent=args.recent,
-        cases=cases,
+        cases=_cases(args, tokenizer),
         calibration_rows=texts.windows(tokenizer, args.calibration_text, count=4, length=1024),
+    )
+
+
+def _cases(args: argparse.Namespace, tokenizer: Any, **options: Any) -> list[Any]:
+    from kvjax.evaluation import passkey
+
+    return passkey.cases(
+        tokenizer,
+        lengths=tuple(int(n) for n in args.passkey_lengths.split(",") if n),
+        depths=tuple(float(d) for d in args.passkey_depths.split(",")),
+        keys=args.passkey_keys,
+        **options,
     )
 
 
@@ -372,6 +382,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="empty for none (default: 512,1024)")  # fmt: skip
     add("--passkey-depths", default="0.1,0.3,0.5,0.7,0.9", metavar="D,...")
     add("--passkey-keys", type=int, default=1, metavar="N", help="a length and depth (default: 1)")
+    add("--haystack", default="docstrings", metavar="FILE",
+        help="with --evict: text of needles; empty for none (default: docstrings)")  # fmt: skip
     add("--json-out", metavar="FILE", help="save rows here as they come; kept by the next run")
     add("--plot", metavar="FILE", help="default: beside --json-out")
     add("--no-plot", action="store_true")

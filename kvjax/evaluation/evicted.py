@@ -1,5 +1,5 @@
-"""What eviction costs: passkeys asked inside and outside of the compressed prompt, and how well the
-text goes on after it.
+"""What eviction costs: passkeys and needles asked inside and outside of the compressed prompt, and
+how well the text goes on after it.
 
 Inside, the question is the end of the prompt that the policy judges; outside, the context is judged
 before the question is known, and the question follows (kvpress's protocol). Continuation: the first
@@ -28,7 +28,8 @@ from kvjax.plan import cache_bytes
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EvictTask:
-    """tokens `[B, S]`: windows whose first `prompt` tokens are judged; cases: passkeys."""
+    """tokens `[B, S]`: windows whose first `prompt` tokens are judged; cases: passkeys and
+    needles."""
 
     tokens: Int[np.ndarray, "B S"]
     prompt: int
@@ -43,10 +44,8 @@ class EvictBench:
         self.dense = dense_states(model, task.tokens)
 
     def row(self, config: CacheConfig) -> dict[str, Any]:
-        """Passkeys right inside and outside, and the losses of the continuation."""
+        """What is right inside and outside, and the losses of the continuation."""
         began, task = time.perf_counter(), self.task
-        inside = self._passkeys(config, [case.answer for case in task.cases])
-        outside = self._passkeys(config, [case.question for case in task.cases])
         prompts = np.full((task.tokens.shape[0],), task.prompt)
         states, cache = states_after(self.model, task.tokens, prompts, config=config)
         first = task.prompt + 1  # the first token that attends to what is left predicts it
@@ -55,8 +54,7 @@ class EvictBench:
         return {
             "evict": config.evict,
             "codec": config.k if config.k == config.v else f"{config.k}+{config.v}",
-            "inside": share(inside) | {"cells": passkey.by_cell(task.cases, inside)},
-            "outside": share(outside) | {"cells": passkey.by_cell(task.cases, outside)},
+            **self._found(config),
             **quality(losses),
             "constants": dataclasses.asdict(config.policy or config.stream),  # type: ignore[arg-type]
             "rows": [group["rows"][0] for group in report["codecs"]],
@@ -77,15 +75,32 @@ class EvictBench:
         dense = len(model.owners) * heads * (k_dim + v_dim) * prompt * jnp.dtype(dtype).itemsize
         return dense / sum(small.values())
 
-    def _passkeys(self, config: CacheConfig, after: list[int]) -> list[bool]:
-        """Which are right when the last `after` tokens of each case follow the judged prompt."""
+    def _found(self, config: CacheConfig) -> dict[str, Any]:
+        """Which passkeys and needles are right, with the question in the judged prompt and after
+        it: all in one batch."""
         cases = self.task.cases
-        longest = max(case.tokens.size for case in cases)
-        tokens = np.zeros((len(cases), longest), np.int32)
+        judged = [case.tokens.size - case.answer for case in cases]  # inside
+        judged += [case.tokens.size - case.question for case in cases]
+        both = self._right([*cases, *cases], np.asarray(judged), config)
+        out = {}
+        for kind, needle in (("passkey", False), ("needle", True)):
+            for place, right in (("inside", both[: len(cases)]), ("outside", both[len(cases) :])):
+                mine = [i for i, case in enumerate(cases) if case.needle == needle]
+                ok = [right[i] for i in mine]
+                cells = passkey.by_cell([cases[i] for i in mine], ok)
+                out[f"{kind}_{place}"] = share(ok) | {"cells": cells}
+        return out
+
+    def _right(
+        self, cases: list[passkey.Case], prompts: Int[np.ndarray, "B"], config: CacheConfig
+    ) -> list[bool]:
+        """Whose digits are the model's choices after its first tokens, so many, were judged."""
+        if not cases:
+            return []
+        lengths = np.asarray([case.tokens.size for case in cases])
+        tokens = np.zeros((len(cases), lengths.max()), np.int32)
         for row, case in enumerate(cases):
             tokens[row, : case.tokens.size] = case.tokens
-        lengths = np.asarray([case.tokens.size for case in cases])
-        prompts = lengths - np.asarray(after)
         states, _ = states_after(self.model, tokens, prompts, config=config, lengths=lengths)
         right = []
         for row, case in enumerate(cases):

@@ -1,4 +1,5 @@
-"""Passkey retrieval: five digits hidden in filler text, asked for at its end.
+"""Passkey and needle retrieval: five digits hidden in filler (a passkey) or in a text (a needle),
+asked for at its end.
 
 The answer is right when every digit is the model's greedy choice. Greedy decoding gives the digits
 exactly when each is the best token after those before it, so the digits are fed as if chosen and
@@ -28,7 +29,8 @@ QUESTION = "\nWhat is the pass key? The pass key is {key}"
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
     """tokens: the prompt and the answer; answer: how many of the last ones are the digits;
-    question: of the last ones, how many are the question and the digits."""
+    question: of the last ones, how many are the question and the digits; needle: hidden in a text
+    that does not repeat itself."""
 
     length: int
     depth: float
@@ -36,22 +38,42 @@ class Case:
     tokens: Int[np.ndarray, "S"]
     answer: int
     question: int
+    needle: bool = False
 
 
 def cases(
-    tokenizer: Any, *, lengths: tuple[int, ...], depths: tuple[float, ...], keys: int, seed: int = 0
+    tokenizer: Any,
+    *,
+    lengths: tuple[int, ...],
+    depths: tuple[float, ...],
+    keys: int,
+    seed: int = 0,
+    haystack: Int[np.ndarray, "N"] | None = None,
 ) -> list[Case]:
-    """`keys` cases for each length (in tokens, the answer included) and depth (0 begin, 1 end)."""
+    """`keys` cases for each length (in tokens, the answer included) and depth (0 begin, 1 end).
+    haystack: a text at least as long, of which each case has a part of its own; None: filler."""
     rng = np.random.RandomState(seed)
     return [
-        _case(tokenizer, length, depth, f"{rng.randint(10000, 100000)}")
+        _case(
+            tokenizer, length, depth, f"{rng.randint(10000, 100000)}", _part(haystack, length, rng)
+        )
         for length in lengths
         for depth in depths
         for _ in range(keys)
     ]
 
 
-def _case(tokenizer: Any, length: int, depth: float, key: str) -> Case:
+def _part(
+    haystack: Int[np.ndarray, "N"] | None, length: int, rng: np.random.RandomState
+) -> list[int] | None:
+    if haystack is None:
+        return None
+    need(haystack.size >= length, "haystack", f"at least {length} tokens", haystack.size)
+    at = rng.randint(haystack.size - length + 1)
+    return haystack[at : at + length].tolist()
+
+
+def _case(tokenizer: Any, length: int, depth: float, key: str, haystack: list[int] | None) -> Case:
     def ids(text: str) -> list[int]:
         return list(tokenizer.encode(text))
 
@@ -63,11 +85,13 @@ def _case(tokenizer: Any, length: int, depth: float, key: str) -> Case:
     room = length - len(start) - len(needle) - len(end)
     fixed = length - room
     need(room >= 0, "passkey length", f"at least {fixed} tokens", length)
-    filler = ids(FILLER)
+    filler = ids(FILLER) if haystack is None else haystack
     filler = (filler * (room // len(filler) + 1))[:room]
     at = round(depth * room)
     tokens = [*start, *filler[:at], *needle, *filler[at:], *end]
-    return Case(length, depth, key, np.asarray(tokens, np.int32), answer, len(end))
+    return Case(
+        length, depth, key, np.asarray(tokens, np.int32), answer, len(end), haystack is not None
+    )
 
 
 def score(

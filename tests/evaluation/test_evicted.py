@@ -63,7 +63,8 @@ def test_the_program_measures_policies(program, tiny, letters, tmp_path, monkeyp
     code = program.main([
         "--evict", "none,recent:50%/window=8", "--text", str(tmp_path / "read.txt"),
         "--tokens", "120", "--score-from", "80", "--page-size", "8", "--recent", "8",
-        "--passkey-lengths", "240", "--passkey-depths", "0.5", "--json-out", str(out),
+        "--passkey-lengths", "240", "--passkey-depths", "0.5,0.8", "--json-out", str(out),
+        "--haystack", str(tmp_path / "read.txt"),
     ])  # fmt: skip
     assert code == 0
     whole, half = json.loads(out.read_text())["rows"]
@@ -72,5 +73,9 @@ def test_the_program_measures_policies(program, tiny, letters, tmp_path, monkeyp
     assert half["layers"] == [[0, 1]]
     assert half["constants"] == {"budget": [None, 0.5, None], "sinks": 4, "window": 8}  # case 46
     assert half["prompt_ratio"] > half["ratio"] > 1
-    assert (half["inside"]["n"], half["outside"]["n"]) == (1, 1)
-    assert "| recent:50%/window=8 | raw | 80 |" in capsys.readouterr().out
+    for kind in ("passkey_inside", "passkey_outside", "needle_inside", "needle_outside"):
+        assert half[kind]["n"] == 2
+        assert len(half[kind]["cells"]) == 2
+    shown = capsys.readouterr().out
+    assert "| recent:50%/window=8 | raw | 80 |" in shown
+    assert "| needle outside |" in shown

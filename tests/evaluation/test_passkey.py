@@ -31,6 +31,22 @@ def test_cases(letters):
         passkey.cases(letters, lengths=(100,), depths=(0.5,), keys=1)
 
 
+def test_needles(letters):
+    """Each case hides its digits in a part of the text of its own."""
+    haystack = np.arange(2000) % 90 + 1
+    given = passkey.cases(letters, lengths=(300,), depths=(0.5,), keys=3, haystack=haystack)
+    for case in given:
+        assert case.needle
+        assert case.tokens.size == 300
+        assert text(case.tokens).count(case.key) == 3
+        start = len(passkey.INTRO)
+        hidden = text(case.tokens).index("\nThe pass key is") - start
+        assert np.all(np.diff(case.tokens[start + 1 : start + hidden]) % 90 == 1)
+    assert len({case.tokens[len(passkey.INTRO) + 1] for case in given}) == 3
+    with pytest.raises(ValueError, match="haystack: expected at least 300 tokens, got 200"):
+        passkey.cases(letters, lengths=(300,), depths=(0.5,), keys=1, haystack=haystack[:200])
+
+
 def test_the_verdict_is_greedy_decoding(tiny, letters):
     """Answers replaced by what the model itself would say are right; any other digit is not."""
     model = tiny(form="stacked")
