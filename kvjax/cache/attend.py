@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from kvjax.cache.slots import slot_keys, slot_values
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codec, Codes, Params
 from kvjax.config import RopeConfig
-from kvjax.layers.rope import apply_rope, attention_factor, rope_tables
+from kvjax.layers.rope import apply_rope, attention_factor, rope_tables, turn_pairs
 from pallas_kernels.flash_attention import causal_partial
 from pallas_kernels.paged_attention import paged_partial, pool_partial
 from pallas_kernels.softmax import Partial, attend_tile, finish, merge, soft_cap, with_sinks
@@ -260,11 +260,13 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
     """The pages' part merged into the others, while they are read where values need no way back."""
     spec, v_codec = layer.spec, layer.spec.v_codec
     q = spec.k_codec.prepare_query(chunk.rows, layer.k_params)
-    decode_k, decode_v, tokens_last = _decoders(layer, chunk)
+    q = q.astype(chunk.q.dtype)
+    turn = _Turn(layer, chunk, q) if spec.turns and chunk.how.rope is not None else None
+    decode_k, decode_v, tokens_last = _decoders(layer, chunk, turn)
 
     def tiles(q: Array, start: Partial | None) -> Partial:
         return paged_partial(
-            q.astype(chunk.q.dtype),
+            q,
             layer.k_pages,
             layer.v_pages if spec.packed is None else layer.k_pages,
             layer.table,
@@ -277,6 +279,7 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
             mask=pages_seen(spec, chunk),
             start=start,
             tokens_last=tokens_last,
+            queries=None if turn is None else turn.queries,
         )
 
     if kernel.takes(spec, chunk):
@@ -289,32 +292,91 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
     return merge(others, part._replace(acc=acc))
 
 
-def _decoders(layer: LayerView, chunk: Chunk) -> tuple[Callable, Callable, bool]:
+def _decoders(
+    layer: LayerView, chunk: Chunk, turn: _Turn | None
+) -> tuple[Callable, Callable, bool]:
     """`decode_k`, `decode_v` and `tokens_last` of `paged_partial` for a layer's pages."""
     spec, k_codec, dtype = layer.spec, layer.spec.k_codec, chunk.q.dtype
     if spec.packed is not None:
         keys, values = kernel.unpackers(spec.packed, dtype)
         return keys, values, False
-    turning = spec.turns and chunk.how.rope is not None
-    tokens_last = turning or k_codec.tokens_last
+    tokens_last = k_codec.tokens_last and turn is None
 
-    def decode_k(codes: Any, tokens: Int[Array, "S"]) -> Array:
-        if not tokens_last:
-            return k_codec.decode(codes, layer.k_params, dtype)
-        k_t = k_codec.decode_t(codes, layer.k_params, dtype)  # B n K H S
-        if turning:
-            k_t = jnp.moveaxis(k_t, 1, 3)  # B K H n S
-            flat = k_t.reshape(*k_t.shape[:3], -1)
-            token = spec.paged_token(tokens, chunk.length)
-            positions = layer.position(token, chunk.length)
-            flat = _rope_tile(flat, chunk, positions)
-            k_t = jnp.moveaxis(flat.reshape(k_t.shape), 3, 1)
-        return k_t
+    def read(codes: Any) -> Array:
+        decode = k_codec.decode_t if tokens_last else k_codec.decode
+        return decode(codes, layer.k_params, dtype)
+
+    def decode_k(codes: Any, tokens: Int[Array, "S"]) -> Any:
+        if turn is None:
+            return read(codes)
+        # what a branch gives is an array of its own: else XLA decodes once for each of its two uses
+        shape = jax.eval_shape(read, codes)
+        in_use = tokens[0] < spec.page_size * jnp.max(spec.used_pages(chunk.length))
+        nothing = functools.partial(jnp.zeros, shape.shape, shape.dtype)
+        return turn.keys(jax.lax.cond(in_use, read, lambda _: nothing(), codes), tokens)
 
     def decode_v(codes: Any, tokens: Int[Array, "S"]) -> Array:
         return spec.v_codec.decode(codes, layer.v_params, dtype)
 
     return decode_k, decode_v, tokens_last
+
+
+class _Turn:
+    """Keys before RoPE in a tile of pages: <q, turned k> = <q, k cos> + <q', k sin>, where q' is q
+    a quarter of a turn ahead, so no channel of a key meets another.
+
+    A page's tokens stand one behind the other in the text. So the query is turned back by the
+    page's first position, and keys by 0 to S - 1, whose cosines and sines are those of all pages:
+    on CPU they cost more than all else. Where eviction left each head positions of its own, they
+    are computed for each tile.
+    """
+
+    def __init__(self, layer: LayerView, chunk: Chunk, q: Float[Array, "B K Q H"]):
+        self.layer, self.chunk, self.q = layer, chunk, q
+        self.by_head = layer.positions is not None
+        S, B = layer.spec.page_size, q.shape[0]
+        offset = chunk.angles(jnp.broadcast_to(jnp.arange(S)[None], (B, S)))
+        self.offset = self._wide([x[:, None, None] for x in offset])  # B 1 1 S H
+
+    def _wide(self, angles: Sequence[Float[Array, "*x half"]]) -> list[Float[Array, "*x H"]]:
+        """As the pairs of the keys lie."""
+        if self.chunk.how.interleave:
+            return [jnp.repeat(x, 2, axis=-1) for x in angles]
+        return [jnp.concatenate([x, x], axis=-1) for x in angles]
+
+    def _positions(self, tokens: Int[Array, "nS"]) -> Array:
+        return self.layer.position(
+            self.layer.spec.paged_token(tokens, self.chunk.length), self.chunk.length
+        )
+
+    def queries(self, tokens: Int[Array, "nS"]) -> tuple[Array, Array]:
+        """`[B, n, K, Q, H]`: q and q'. Queries come in halves, whatever the keys' pairs."""
+        q = self.q[:, None]
+        if not self.by_head:
+            assert self.chunk.how.rope is not None
+            first = self._positions(tokens[:: self.layer.spec.page_size])  # B n
+            B, n = first.shape
+            rows = jnp.broadcast_to(q, (B, n, *q.shape[2:])).reshape(B, n, -1, q.shape[-1])
+            q = turned_back(rows, self.chunk.angles(first), self.chunk.how.rope)
+            q = q.reshape(B, n, *self.q.shape[1:])
+        a, b = jnp.split(q, 2, axis=-1)
+        if not self.chunk.how.interleave:
+            return q, jnp.concatenate([b, -a], axis=-1)
+        first_way, second_way = (
+            jnp.stack(pair, axis=-1).reshape(q.shape) for pair in ((a, b), (b, -a))
+        )
+        return first_way, second_way
+
+    def keys(self, k: Float[Array, "B n K S H"], tokens: Int[Array, "nS"]) -> tuple[Array, Array]:
+        """Keys times cosines and times sines."""
+        B, n, K, S, _ = k.shape
+        cos, sin = self.offset
+        if self.by_head:
+            angles = self.chunk.angles(self._positions(tokens).reshape(B * K, -1))
+            apart = [jnp.swapaxes(x.reshape(B, K, n, S, -1), 1, 2) for x in angles]
+            cos, sin = self._wide(apart)
+        wide = k.astype(jnp.float32)
+        return (wide * cos).astype(k.dtype), (wide * sin).astype(k.dtype)
 
 
 def _rope_tile(
@@ -324,6 +386,5 @@ def _rope_tile(
         heads = k_t.reshape(-1, 1, *k_t.shape[2:])
         flat = positions.reshape(heads.shape[0], -1)
         return _rope_tile(heads, chunk, flat).reshape(k_t.shape)
-    rows = jnp.moveaxis(k_t, 3, 1)
-    turned = apply_rope(rows, *chunk.angles(positions), interleave=chunk.how.interleave)
-    return jnp.moveaxis(turned, 1, 3)
+    cos, sin = (jnp.swapaxes(x, 1, 2)[:, None] for x in chunk.angles(positions))  # B 1 half S
+    return turn_pairs(k_t, cos, sin, interleave=chunk.how.interleave, axis=-2)

@@ -26,6 +26,8 @@ def run(args: argparse.Namespace) -> int:
     """Measures, and prints one JSON object."""
     _check(args)
     session = open_session(args)
+    if args.attention:
+        return _print(_attention(session, args), args)
     import numpy as np
 
     engine = _engine(session, args)
@@ -53,14 +55,40 @@ def run(args: argparse.Namespace) -> int:
         "cache": generation.result().stats["cache"],
         **_machine(),
     }
-    text = _compact(json.dumps(record, indent=2))
-    print(text)
-    if args.json_out:
-        Path(args.json_out).expanduser().write_text(text + "\n", encoding="utf-8")
+    _print(record, args)
     say(
         f"decode {record['decode_ms']:.2f} ms/step at {args.context} tokens,"
         f" weights alone {record['floor_ms']:.2f} ms, ratio {record['ratio']:.2f}"
     )
+    return 0
+
+
+def _attention(session: Session, args: argparse.Namespace) -> dict[str, Any]:
+    """One layer's attention by codec instead of whole steps."""
+    from kvjax.cli.bench_attention import attention_record
+
+    names = args.attention.split(",")
+    with stage(f"attention of one layer to {args.batch} x {args.context} tokens by codec"):
+        found = attention_record(
+            session.model,
+            names,
+            config=session.cache_config,
+            batch=args.batch,
+            context=args.context,
+            turns=args.steps,
+            seed=args.seed,
+        )
+    for name, record in found.items():
+        say(f"{name}: {record['ms']:.2f} ms, {record['ratio']:.2f} of raw")
+    about = {"model": session.name, "dtype": session.dtype, "batch": args.batch}
+    return about | {"context": args.context, "turns": args.steps, "attention": found} | _machine()
+
+
+def _print(record: dict[str, Any], args: argparse.Namespace) -> int:
+    text = _compact(json.dumps(record, indent=2))
+    print(text)
+    if args.json_out:
+        Path(args.json_out).expanduser().write_text(text + "\n", encoding="utf-8")
     return 0
 
 

@@ -244,6 +244,12 @@ def _bench_parser() -> Parser:
         "--steps", type=int, default=64, metavar="N", help="decode steps to measure (default: 64)"
     )
     group.add_argument("--batch", type=int, default=1, metavar="N", help="rows (default: 1)")
+    group.add_argument(
+        "--attention",
+        metavar="CODEC,...",
+        help="instead of decode steps: one layer's attention to a cache of --context tokens with"
+        " each of these codecs (or KEYS+VALUES), beside raw; --steps turns",
+    )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the random tokens")
     _add_model(parser)
     _add_cache(parser)

@@ -128,6 +128,16 @@ def per_head(p: Shaped[Array, "K C"], x: Shaped[Array, "*lead"]) -> Shaped[Array
     return p.reshape((1,) * (x.ndim - 3) + (K, 1, C))
 
 
+def times_head(
+    x: Float[Array, "*lead K T H"], matrix: Float[Array, "K H R"]
+) -> Float[Array, "*lead K T R"]:
+    """Each KV head's tokens times its matrix, in float32; the dtype of x is kept."""
+    wide = jnp.moveaxis(x.astype(jnp.float32), -3, 0)  # K ... T H
+    flat = wide.reshape(wide.shape[0], -1, wide.shape[-1])
+    y = jnp.matmul(flat, matrix, precision="highest").reshape(*wide.shape[:-1], -1)
+    return jnp.moveaxis(y, 0, -3).astype(x.dtype)
+
+
 def as_scale(s: Float[Array, "*s"], dtype: Any = jnp.float16) -> Float[Array, "*s"]:
     """Stores a scale, norm or minimum: clipped to what `dtype` holds, so never inf.
 

@@ -37,6 +37,7 @@ from kvjax.codecs.base import (
     need_calibration,
     need_role,
     per_head,
+    times_head,
 )
 from kvjax.codecs.pca import need_allocation, need_every_axis
 
@@ -99,7 +100,7 @@ class Klt(Codec):
             packing.check(bits, page_size)
 
     def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
-        z = _matmul(x.astype(jnp.float32), params["analysis"])
+        z = times_head(x.astype(jnp.float32), params["analysis"])
         u = divide(z - per_head(params["offset"], z), per_head(params["spread"], z))
         codes, start = {}, 0
         if self.token_scale:
@@ -118,10 +119,10 @@ class Klt(Codec):
         return self._along_axes(codes, params).astype(dtype)
 
     def prepare_query(self, q: Float[Array, "*lead H"], params: Params) -> Float[Array, "*lead H"]:
-        return _matmul(q, jnp.swapaxes(params["synthesis"], -1, -2))
+        return times_head(q, jnp.swapaxes(params["synthesis"], -1, -2))
 
     def finish_output(self, o: Float[Array, "*lead H"], params: Params) -> Float[Array, "*lead H"]:
-        return _matmul(o, params["synthesis"])
+        return times_head(o, params["synthesis"])
 
     def param_shapes(self, *, num_kv_heads: int, head_dim: int) -> Shapes:
         K, H = num_kv_heads, head_dim
@@ -227,9 +228,8 @@ class Klt(Codec):
         H = params["offset"].shape[-1]
         pieces = []
         for bits, _ in self._runs(H):
-            index = packing.unpack(codes[f"words{bits}"], bits)
             read = trellis.decode if self._trellised(bits) else _lookup
-            pieces.append(read(index, bits))
+            pieces.append(read(codes[f"words{bits}"], bits))
         u = jnp.concatenate(pieces, axis=-1)
         if self.token_scale:
             u = u * _token_scale(codes)
@@ -265,7 +265,7 @@ class KltKey(Klt):
         super().check(head_dim=head_dim, page_size=page_size, role=role)
 
     def decode(self, codes: Codes, params: Params, dtype: Any) -> Float[Array, "*lead T H"]:
-        return _matmul(self._along_axes(codes, params), params["synthesis"]).astype(dtype)
+        return times_head(self._along_axes(codes, params), params["synthesis"]).astype(dtype)
 
     def prepare_query(self, q: Float[Array, "*lead H"], params: Params) -> Float[Array, "*lead H"]:
         return q
@@ -352,15 +352,10 @@ def _nearest(u: Float[Array, "*lead T A"], bits: int) -> Array:
     return codebook.nearest(u, codebook.midpoints(codebook.lloyd_max(bits)))
 
 
-def _lookup(codes: Array, bits: int) -> Float[Array, "*lead T A"]:
-    return codebook.lookup(codes, codebook.lloyd_max(bits))
+def _lookup(words: UInt32[Array, "*lead W A"], bits: int) -> Float[Array, "*lead T A"]:
+    return codebook.lookup(packing.unpack(words, bits), codebook.lloyd_max(bits))
 
 
 def _token_scale(codes: Codes) -> Float[Array, "*lead T 1"]:
     step = codes["scale_log"].astype(jnp.int32).astype(jnp.float32)
     return jnp.exp2((step - 128) / _STEPS)[..., None]
-
-
-def _matmul(x: Float[Array, "*lead H"], matrix: Float[Array, "K H R"]) -> Float[Array, "*lead R"]:
-    y = jnp.einsum("...kth,khr->...ktr", x.astype(jnp.float32), matrix, precision="highest")
-    return y.astype(x.dtype)

@@ -30,6 +30,7 @@ from kvjax.codecs.base import (
     need_calibration,
     need_role,
     per_head,
+    times_head,
 )
 
 MAX_BITS = 6
@@ -96,7 +97,7 @@ class Pca(Codec):
             packing.check(bits, page_size)
 
     def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
-        z = _matmul(x.astype(jnp.float32), params["basis"])
+        z = times_head(x.astype(jnp.float32), params["basis"])
         u = divide(z - per_head(params["offset"], z), per_head(params["spread"], z))
         codes, start = {}, 0
         runs = self._runs(x.shape[-1])
@@ -115,10 +116,10 @@ class Pca(Codec):
         return self._along_axes(codes, params).astype(dtype)
 
     def prepare_query(self, q: Float[Array, "*lead H"], params: Params) -> Float[Array, "*lead H"]:
-        return _matmul(q, params["basis"])
+        return times_head(q, params["basis"])
 
     def finish_output(self, o: Float[Array, "*lead H"], params: Params) -> Float[Array, "*lead H"]:
-        return _matmul(o, jnp.swapaxes(params["basis"], -1, -2))
+        return times_head(o, jnp.swapaxes(params["basis"], -1, -2))
 
     def param_shapes(self, *, num_kv_heads: int, head_dim: int) -> Shapes:
         K, H = num_kv_heads, head_dim
@@ -172,15 +173,10 @@ class PcaPreRope(Pca):
 
     def decode(self, codes: Codes, params: Params, dtype: Any) -> Float[Array, "*lead T H"]:
         z = self._along_axes(codes, params)
-        return _matmul(z, jnp.swapaxes(params["basis"], -1, -2)).astype(dtype)
+        return times_head(z, jnp.swapaxes(params["basis"], -1, -2)).astype(dtype)
 
     def prepare_query(self, q: Float[Array, "*lead H"], params: Params) -> Float[Array, "*lead H"]:
         return q
 
     def finish_output(self, o: Float[Array, "*lead H"], params: Params) -> Float[Array, "*lead H"]:
         return o
-
-
-def _matmul(x: Float[Array, "*lead H"], basis: Float[Array, "K H R"]) -> Float[Array, "*lead R"]:
-    y = jnp.einsum("...kth,khr->...ktr", x.astype(jnp.float32), basis, precision="highest")
-    return y.astype(x.dtype)

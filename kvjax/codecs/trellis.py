@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
-from kvjax.codecs import codebook
+from kvjax.codecs import codebook, packing
 
 STATES = 8
 MAX_BITS = 6
@@ -78,11 +78,29 @@ def encode(
     return jnp.moveaxis(codes, 0, -2)
 
 
-def decode(codes: UInt32[Array, "*lead T A"], bits: int) -> Float[Array, "*lead T A"]:
-    """The level of each code."""
-    u = codes & 1
-    register = u | (_delay(u, 1) << 1) | (_delay(u, 2) << 2) | (_delay(u, 3) << 3)
-    return codebook.lookup(((codes >> 1) << 2) | _subset(register), levels(bits))
+def decode(words: UInt32[Array, "*lead W A"], bits: int) -> Float[Array, "*lead T A"]:
+    """The level of each code of `packing.pack`'s words."""
+    index = ((packing.unpack(words, bits) >> 1) << 2) | _subsets(words, bits)
+    return codebook.lookup(index, levels(bits))
+
+
+def _subsets(words: UInt32[Array, "*lead W A"], bits: int) -> UInt32[Array, "*lead T A"]:
+    """0 to 3 for each token, from its driving bit and those of the three tokens before it: found
+    for all tokens of a word at once, where they lie (`_subset` has the rule)."""
+    width = packing.planes(bits)[0]  # of the plane that has the driving bits
+    rows = words.shape[-2] * width // bits
+    driving = lax.slice_in_dim(words, 0, rows, axis=-2) & np.uint32(0xFFFFFFFF // (2**width - 1))
+    before = jnp.pad(driving, [(0, 0)] * (words.ndim - 2) + [(1, 0), (0, 0)])[..., :rows, :]
+
+    def delayed(tokens: int) -> Array:
+        shift = width * tokens
+        return (driving << shift) | (before >> (32 - shift))
+
+    low, high = delayed(2), driving ^ delayed(1) ^ delayed(3)
+    if width == 1:
+        low, high = (packing.unpack(x, 1) for x in (low, high))
+        return low | (high << 1)
+    return packing.unpack(low | (high << 1), width)
 
 
 def _subset(register):
@@ -105,11 +123,6 @@ def _in_subsets(
         return jnp.zeros_like(x), (x - columns(subsets)[0]) ** 2
     index = codebook.nearest(x, columns((subsets[1:] + subsets[:-1]) / 2))
     return index.astype(jnp.float32), (x - codebook.lookup(index, columns(subsets))) ** 2
-
-
-def _delay(u: UInt32[Array, "*lead T A"], tokens: int) -> UInt32[Array, "*lead T A"]:
-    kept = lax.slice_in_dim(u, 0, u.shape[-2] - tokens, axis=-2)
-    return jnp.pad(kept, [(0, 0)] * (u.ndim - 2) + [(tokens, 0), (0, 0)])
 
 
 def _column(values: np.ndarray, like: Array) -> Int[Array, "S *ones"]:

@@ -10,6 +10,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax.config import RopeConfig
@@ -41,15 +42,31 @@ def apply_rope(
     *,
     interleave: bool = False,
 ) -> Float[Array, "B T heads H"]:
-    """Turns each pair of channels by its angle, in float32; the dtype of x is kept.
+    """Turns each pair of channels by its angle, in float32; x's dtype is kept. See `turn_pairs`."""
+    return turn_pairs(x, cos[:, :, None, :], sin[:, :, None, :], interleave=interleave)
+
+
+def turn_pairs(
+    x: Float[Array, "*x"],
+    cos: Float[Array, "*half"],
+    sin: Float[Array, "*half"],
+    *,
+    interleave: bool = False,
+    axis: int = -1,
+) -> Float[Array, "*x"]:
+    """`apply_rope` with channels along `axis`; cos, sin: of x's shape, or such that they broadcast
+    to it, with half of the channels.
 
     interleave: pairs are neighbours (0, 1), (2, 3); they come out as halves, the first of each pair
     before the second of each, which leaves scores as they are if keys and queries both do it.
     """
     wide = x.astype(jnp.float32)
-    a, b = (wide[..., ::2], wide[..., 1::2]) if interleave else jnp.split(wide, 2, axis=-1)
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    if interleave:
+        n, at = x.shape[axis], x.ndim + axis
+        a, b = (lax.slice_in_dim(wide, first, n, stride=2, axis=at) for first in (0, 1))
+    else:
+        a, b = jnp.split(wide, 2, axis=axis)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=axis).astype(x.dtype)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:

@@ -10,6 +10,8 @@ pages, after the products.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +41,7 @@ def paged_partial(
     softcap: float | None = None,
     mask: Callable[[Array], Array] | None = None,
     tokens_last: bool = False,
+    queries: Callable[[Array], tuple[Array, ...]] | None = None,
 ) -> Partial:
     """Attention of every query to the first `used[b]` pages of its row; `acc [B, K, Q, R]`.
 
@@ -47,7 +50,9 @@ def paged_partial(
     keys `[B, n, K, S, H]` (tokens_last: `[B, n, K, H, S]`, where that is how they lie); decode_v
     into values `[B, n, K, S, R]`. start: attention to other keys, in the same space of values, to
     merge into. softcap: see `attend_tile`. mask: which of a tile's tokens `[n S]` each query may
-    see, as `[B, 1, Q, n S]`; they hold real tokens.
+    see, as `[B, 1, Q, n S]`; they hold real tokens. queries: what meets a tile instead of q, where
+    keys are parts (decode_k gives a tuple) whose products add up to a score: of `tokens` too, as
+    many `[B, n, K, Q, H]`.
     """
     B, K, Q, _ = q.shape
     tile = max(1, min(tile_tokens // page_size, table.shape[1]))
@@ -59,10 +64,14 @@ def paged_partial(
         k, v = decode(i, codes)
         valid, within = page[None] < used[:, None], None
         if mask is not None:
-            seen = mask(i * tile * page_size + jnp.arange(tile * page_size))  # B 1 Q n S
+            seen = mask(numbers(i))  # B 1 Q n S
             within = jnp.moveaxis(seen.reshape(*seen.shape[:3], tile, page_size), 3, 1)
         how: dict[str, Any] = {"scale": scale, "softcap": softcap, "within": within}
-        found = _pages(q, k, v, valid, tokens_last=tokens_last, **how)
+        if queries is None:
+            qs, ks = (q[:, None],), (k,)
+        else:
+            qs, ks = queries(numbers(i)), k
+        found = _pages(qs, ks, v, valid, tokens_last=tokens_last, **how)
         return merge(part, found), load(i + 1)
 
     # The next tile's codes are carried: decoding then reads an array of its own. Fused with the
@@ -72,9 +81,11 @@ def paged_partial(
         k = _gather(k_pages, ids)
         return k, k if v_pages is k_pages else _gather(v_pages, ids)
 
+    def numbers(i):
+        return i * tile * page_size + jnp.arange(tile * page_size)
+
     def decode(i, codes):
-        tokens = i * tile * page_size + jnp.arange(tile * page_size)
-        return decode_k(codes[0], tokens), decode_v(codes[1], tokens)
+        return decode_k(codes[0], numbers(i)), decode_v(codes[1], numbers(i))
 
     shape = (B, K, Q)
     out_dim = jax.eval_shape(lambda: decode(0, load(0)))[1].shape[-1]
@@ -102,12 +113,12 @@ def pool_partial(
     in_use = jnp.arange(order.size) < used[0]
     valid = jnp.any((order[:, None] == jnp.arange(order.size)[None]) & in_use[:, None], axis=0)
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "order": order}
-    return _pages(q, k_t[None], v[None], valid[None], tokens_last=True, **how)
+    return _pages((q[:, None],), (k_t[None],), v[None], valid[None], tokens_last=True, **how)
 
 
 def _pages(
-    q: Float[Array, "B K Q H"],
-    k: Float[Array, "B n K *S_H"],
+    qs: tuple[Float[Array, "B n|1 K Q H"], ...],
+    ks: tuple[Float[Array, "B n K *S_H"], ...],
     v: Float[Array, "B n K S R"],
     valid: Bool[Array, "B n"],
     *,
@@ -122,10 +133,13 @@ def _pages(
     within: the tokens that each query may see, if not all of a valid page.
     """
     seen = valid[:, :, None, None]
-    rows = jnp.broadcast_to(q[:, None], (*valid.shape, *q.shape[1:]))
-    channels = k.ndim - 2 if tokens_last else k.ndim - 1
-    dims = (((4,), (channels,)), ((0, 1, 2), (0, 1, 2)))
-    scores = jax.lax.dot_general(rows, k, dims, preferred_element_type=jnp.float32) * scale
+    dims = (((4,), (3 if tokens_last else 4,)), ((0, 1, 2), (0, 1, 2)))
+
+    def product(q: Array, k: Array) -> Array:
+        rows = jnp.broadcast_to(q, (*valid.shape, *q.shape[2:]))
+        return jax.lax.dot_general(rows, k, dims, preferred_element_type=jnp.float32)
+
+    scores = functools.reduce(operator.add, map(product, qs, ks)) * scale
     scores = jnp.where(seen[..., None], soft_cap(scores, softcap), MASKED)
     scores = scores if within is None else jnp.where(within, scores, MASKED)
     top = jnp.max(scores, axis=(1, 4))  # B K Q

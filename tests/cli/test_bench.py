@@ -37,12 +37,30 @@ def test_bench_options_reach_the_cache(cli):
     assert record["dtype"] == "bfloat16"
 
 
+def test_attention_by_codec(cli):
+    """Codecs without, with a plain and with a trellised key before RoPE, beside raw."""
+    names = ["int8", "kvquant3", "klt3"]
+    words = ("--context", "256", "--steps", "2", "--page-size", "32", "--attention")
+    done = cli("bench", *words, ",".join(names))
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
+    found = record["attention"]
+    assert list(found) == ["raw", *names]
+    assert found["raw"]["ratio"] == 1
+    assert all(0 < codec["ms"] for codec in found.values())
+    raw = 2 * 2 * 16 * 256 * 4  # keys and values of 2 heads of 16, float32
+    assert found["raw"]["page_bytes"] == raw
+    assert found["int8"]["page_bytes"] == raw / 4 + 2 * 2 * 256 * 2  # a float16 scale a token and head
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (("--context", "500"), "context: expected at most 416"),
         (("--steps", "0"), "--steps"),
         (("--contxt", "3"), "--context"),
+        (("--attention", "int9"), "int8"),
+        (("--attention", "int8", "--context", "16"), "context: expected a page of 128 tokens"),
         (("hello",), "expected options only"),
     ],
 )

@@ -6,7 +6,24 @@ import numpy as np
 import pytest
 from codec_data import normal
 
-from kvjax.codecs import codebook, trellis
+from kvjax.codecs import codebook, packing, trellis
+
+
+def read(codes, bits):
+    """Levels of codes `[..., T, A]`, token by token: the shift register as the module has it."""
+    levels, register, out = np.array(trellis.levels(bits)), 0, []
+    for code in np.moveaxis(np.asarray(codes).astype(np.int64), -2, 0):
+        register = (register << 1 | (code & 1)) % (2 * trellis.STATES)
+        out.append(levels[(code >> 1) << 2 | trellis._subset(register)])
+    return np.stack(out, axis=-2)
+
+
+@pytest.mark.parametrize("bits", range(1, 7))
+@pytest.mark.parametrize("tokens", [32, 128])
+def test_words_are_read_as_token_by_token(bits, tokens):
+    codes = np.random.RandomState(bits).randint(0, 2**bits, (2, tokens, 3)).astype(np.uint32)
+    got = jax.jit(trellis.decode, static_argnums=1)(packing.pack(jnp.asarray(codes), bits), bits)
+    np.testing.assert_array_equal(got, read(codes, bits).astype(np.float32))
 
 
 @pytest.mark.parametrize("bits", range(1, 7))
@@ -15,7 +32,7 @@ def test_beats_lloyd_max_at_equal_bits(bits):
     codes = jax.jit(lambda v: trellis.encode(v, [(bits, 16)]))(x)
     assert codes.dtype == jnp.uint32
     assert int(codes.max()) == 2**bits - 1
-    error = float(jnp.mean((trellis.decode(codes, bits) - x) ** 2))
+    error = float(np.mean((read(codes, bits) - np.asarray(x)) ** 2))
     bound = {1: 0.87, 2: 0.78, 3: 0.74, 4: 0.71, 5: 0.71, 6: 0.71}[bits]
     assert error < bound * codebook.distortion(bits)
 
@@ -23,9 +40,9 @@ def test_beats_lloyd_max_at_equal_bits(bits):
 def test_the_search_finds_the_best_path():
     x = normal(3, 6, 2, seed=4)
     codes = np.stack(list(itertools.product(range(2), repeat=6))).astype(np.uint32)  # P T
-    every = np.asarray(trellis.decode(jnp.asarray(codes)[..., None], 1))[..., 0]
+    every = read(codes[..., None], 1)[..., 0]
     best = ((x[:, None] - every[None, :, :, None]) ** 2).sum(2).min(1)
-    got = np.asarray(trellis.decode(trellis.encode(jnp.asarray(x), [(1, 2)]), 1))
+    got = read(trellis.encode(jnp.asarray(x), [(1, 2)]), 1)
     np.testing.assert_allclose(((x - got) ** 2).sum(1), best, rtol=1e-5)
 
 
