@@ -34,25 +34,39 @@ def flash_attention(
     """Attention of T tokens to those at or before them among S, differentiable by q, k and v.
 
     offset: the first query's place among the keys. lengths: real keys of each row; the others are
-    not seen, whatever they hold. window: how many keys a query sees, its own included. The result
-    is `causal_partial`'s, `acc [B,K,G,T,R]`, but already divided: `top` is the log-sum-exp and
-    `mass` 1 (0 without keys), which merges and finishes alike. The kernel multiplies bfloat16.
+    not seen, whatever they hold. window: how many keys a query sees, its own included. softcap: c
+    of c tanh(s / c). In XLA the result is `causal_partial`'s, `acc [B,K,G,T,R]`. The kernel's is
+    already divided: `top` is the log-sum-exp and `mass` 1 (0 without keys), which merges and
+    finishes alike; it multiplies bfloat16.
 
-    Raises NotImplementedError, with the reason, where the implementation does not take the case.
+    Raises NotImplementedError on "gpu", and ValueError on what has no meaning.
     """
+    _check(q, k, v, lengths, offset=offset, window=window)
     chosen = implementation or ("tpu" if jax.default_backend() == "tpu" else "xla")
     if chosen not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected one of {IMPLEMENTATIONS}, got {chosen!r}.")
     if chosen == "gpu":
         raise NotImplementedError("flash_attention: no GPU kernel yet; use implementation='xla'.")
     if chosen == "xla":
-        if offset or window is not None or softcap is not None or k.shape[1] != q.shape[1]:
-            raise NotImplementedError(
-                "flash_attention in XLA: only T = S, offset 0, without window and soft cap."
-            )
-        return causal_partial(q, k, v, lengths=lengths, scale=scale)
+        return causal_partial(
+            q, k, v, lengths=lengths, scale=scale, offset=offset, window=window, softcap=softcap
+        )
     f = Flash(scale, offset, window, softcap, interpret=interpret)
     return _on_tpu(q, k, v, lengths, f)
+
+
+def _check(q, k, v, lengths, *, offset, window) -> None:
+    (B, _, K, _, H), S = q.shape, k.shape[1]
+    _need(k.shape == (B, S, K, H), "k", (B, "S", K, H), k.shape)
+    _need(v.shape[:3] == (B, S, K), "v", (B, S, K, "R"), v.shape)
+    _need(lengths.shape == (B,), "lengths", (B,), lengths.shape)
+    _need(offset >= 0, "offset", "0 or more", offset)
+    _need(window is None or window > 0, "window", "None or a positive int", window)
+
+
+def _need(ok: bool, field: str, expected: object, got: object) -> None:
+    if not ok:
+        raise ValueError(f"flash_attention: {field}: expected {expected}, got {got}.")
 
 
 def _on_tpu(q, k, v, lengths, f: Flash) -> Partial:

@@ -80,13 +80,12 @@ def _dq_kernel(lengths, q, k, v, lse, delta, do, dq, acc, lse_rows, delta_rows, 
 
     @pl.when(f.needed(i, j, lengths[b]))
     def _block():
-        s = f.scores(product(q[...].reshape(G * f.rows, H), k[...], TRANSPOSED))
+        key, value = (finite_values(x[...], j * f.keys, lengths[b]) for x in (k, v))
+        s = f.scores(product(q[...].reshape(G * f.rows, H), key, TRANSPOSED))
         seen = f.mask(s.shape, i, j, lengths[b])
         p = jnp.where(seen, jnp.exp(s - widen(lse_rows[...], f.keys)), 0.0)
-        value = finite_values(v[...], j * f.keys, lengths[b])
         dp = product(do[...].reshape(G * f.rows, -1), value, TRANSPOSED)
         ds = _uncapped(p * (dp - widen(delta_rows[...], f.keys)), s, f)
-        key = finite_values(k[...], j * f.keys, lengths[b])
         acc[...] += product(ds.astype(key.dtype), key)
 
     @pl.when(j == pl.num_programs(3) - 1)
@@ -141,13 +140,13 @@ def _dkv_kernel(lengths, q, k, v, lse, delta, do, dk, dv, dk_acc, dv_acc, *, f: 
 
     @pl.when(f.needed(i, j, lengths[b]))
     def _block():
+        key, value = (finite_values(x[...], j * f.keys, lengths[b]) for x in (k, v))
         rows = q[...].reshape(G * f.rows, H)
-        s = f.scores(product(k[...], rows, TRANSPOSED))  # BK, G BQ
+        s = f.scores(product(key, rows, TRANSPOSED))  # BK, G BQ
         seen = f.mask(s.shape, i, j, lengths[b], transposed=True)
         p = jnp.where(seen, jnp.exp(s - _along_lanes(lse)), 0.0)
         gradient = do[...].reshape(G * f.rows, -1)
         dv_acc[...] += product(p.astype(gradient.dtype), gradient)
-        value = finite_values(v[...], j * f.keys, lengths[b])
         dp = product(value, gradient, TRANSPOSED)
         ds = _uncapped(p * (dp - _along_lanes(delta)), s, f)
         dk_acc[...] += product(ds.astype(rows.dtype), rows)
