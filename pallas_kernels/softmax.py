@@ -71,6 +71,25 @@ def merge(first: Partial, *others: Partial) -> Partial:
     return Partial(acc, top, mass)
 
 
+def log_sum_exp(part: Partial) -> Float[Array, "*lead"]:
+    """Logarithm of the sum of exp(score) over the keys; MASKED for a query that saw none."""
+    some = part.mass > 0
+    return jnp.where(some, part.top + jnp.log(jnp.where(some, part.mass, 1.0)), MASKED)
+
+
+def attention_mass(
+    logits: Float[Array, "B K Q S"], lse: Float[Array, "B K Q"]
+) -> Float[Array, "B K S"]:
+    """What each key gets of its head's attention, summed over the Q queries.
+
+    logits: scores in natural units, MASKED where not seen. lse: the `log_sum_exp` of all that a
+    query attends to, so of merged parts; then the masses of the parts' keys sum to Q together. A
+    query that shall not count has lse = inf.
+    """
+    seen = logits > MASKED / 2
+    return jnp.sum(jnp.where(seen, jnp.exp(logits - lse[..., None]), 0.0), axis=2)
+
+
 def finish(part: Partial) -> Float[Array, "*lead H"]:
     """The attention output; zero for a query that saw no key."""
     return part.acc / jnp.where(part.mass == 0.0, 1.0, part.mass)[..., None]

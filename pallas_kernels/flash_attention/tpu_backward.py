@@ -21,39 +21,48 @@ from pallas_kernels.flash_attention.tpu import (
     Flash,
     compiler_params,
     finite_values,
+    id_scratch,
+    id_specs,
+    operands,
     product,
+    to_rows,
     widen,
 )
 
 
-def backward(q, k, v, lengths, lse, delta, do, f: Flash) -> tuple[Array, Array, Array]:
+def backward(q, k, v, lengths, documents, lse, delta, do, f: Flash) -> tuple[Array, Array, Array]:
     """dq `[B K G T H]`, dk `[B K S H]`, dv `[B K S R]`, float32. lse, delta: `[B K G T]`."""
-    return _dq(q, k, v, lengths, lse, delta, do, f), *_dkv(q, k, v, lengths, lse, delta, do, f)
+    scalars, ids = operands(lengths, documents)
+    arrays = (q, k, v, lse, delta, do)
+    return _dq(scalars, ids, *arrays, f), *_dkv(scalars, ids, *arrays, f)
 
 
-def _dq(q, k, v, lengths, lse, delta, do, f: Flash) -> Array:
+def _dq(scalars, ids, q, k, v, lse, delta, do, f: Flash) -> Array:
     B, K, G, T, H = q.shape
     S, R = v.shape[2:]
 
     def rows(*width):
         zeros = (0,) * len(width)
         return pl.BlockSpec(
-            (None, None, G, f.rows, *width), lambda b, h, i, j, n: (b, h, 0, i, *zeros)
+            (None, None, G, f.rows, *width), lambda b, h, i, j, *n: (b, h, 0, i, *zeros)
         )
+
+    def key_at(b, h, i, j, *n):
+        return f.key_block(b, i, j, *n)
 
     def keys(width):
-        return pl.BlockSpec(
-            (None, None, f.keys, width), lambda b, h, i, j, n: (b, h, f.key_block(i, j, n[b]), 0)
-        )
+        return pl.BlockSpec((None, None, f.keys, width), lambda *at: (*at[:2], key_at(*at), 0))
 
+    blocks = [rows(H), keys(H), keys(R), rows(), rows(), rows(R)]
     grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1,
+        num_scalar_prefetch=len(scalars),
         grid=(B, K, T // f.rows, S // f.keys),
-        in_specs=[rows(H), keys(H), keys(R), rows(), rows(), rows(R)],
+        in_specs=[*id_specs(f, lambda b, h, i, *_: i, key_at), *blocks],
         out_specs=rows(H),
         scratch_shapes=[
             pltpu.VMEM((G * f.rows, H), jnp.float32),
             *[pltpu.VMEM((G * f.rows, LANES), jnp.float32)] * 2,
+            *id_scratch(f, G * f.rows),
         ],
     )
     return pl.pallas_call(
@@ -63,30 +72,32 @@ def _dq(q, k, v, lengths, lse, delta, do, f: Flash) -> Array:
         compiler_params=compiler_params(),
         name="flash_attention_dq",
         interpret=f.interpret,
-    )(lengths, q, k, v, lse, delta, do)
+    )(*scalars, *ids, q, k, v, lse, delta, do)
 
 
-def _dq_kernel(lengths, q, k, v, lse, delta, do, dq, acc, lse_rows, delta_rows, *, f: Flash):
+def _dq_kernel(*refs, f: Flash):
+    n, ids, (q, k, v, lse, delta, do, dq, acc, lse_rows, delta_rows) = f.split(refs)
     b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     G, _, H = q.shape
 
     @pl.when(j == 0)
     def _start():
         acc[...] = jnp.zeros_like(acc)
-        for source, target in ((lse, lse_rows), (delta, delta_rows)):
-            for g in range(G):  # from lanes to rows, the same on every lane
-                wide = jnp.broadcast_to(source[g][None], (LANES, f.rows))
-                target[g * f.rows : (g + 1) * f.rows] = jnp.transpose(wide)
+        for g in range(G):
+            to_rows(lse[g][None], lse_rows, g * f.rows)
+            to_rows(delta[g][None], delta_rows, g * f.rows)
+            if ids:
+                to_rows(ids.q[...], ids.rows, g * f.rows)
 
-    @pl.when(f.needed(i, j, lengths[b]))
+    @pl.when(f.needed(b, i, j, *n))
     def _block():
-        s = f.scores(product(q[...].reshape(G * f.rows, H), k[...], TRANSPOSED))
-        seen = f.mask(s.shape, i, j, lengths[b])
+        length = n[0][b]
+        key, value = (finite_values(x[...], j * f.keys, length) for x in (k, v))
+        s = f.scores(product(q[...].reshape(G * f.rows, H), key, TRANSPOSED))
+        seen = f.mask(s.shape, i, j, length, ids)
         p = jnp.where(seen, jnp.exp(s - widen(lse_rows[...], f.keys)), 0.0)
-        value = finite_values(v[...], j * f.keys, lengths[b])
         dp = product(do[...].reshape(G * f.rows, -1), value, TRANSPOSED)
         ds = _uncapped(p * (dp - widen(delta_rows[...], f.keys)), s, f)
-        key = finite_values(k[...], j * f.keys, lengths[b])
         acc[...] += product(ds.astype(key.dtype), key)
 
     @pl.when(j == pl.num_programs(3) - 1)
@@ -94,32 +105,32 @@ def _dq_kernel(lengths, q, k, v, lse, delta, do, dq, acc, lse_rows, delta_rows, 
         dq[...] = acc[...].reshape(dq.shape)
 
 
-def _dkv(q, k, v, lengths, lse, delta, do, f: Flash) -> tuple[Array, Array]:
+def _dkv(scalars, ids, q, k, v, lse, delta, do, f: Flash) -> tuple[Array, Array]:
     B, K, G, T, H = q.shape
     S, R = v.shape[2:]
+
+    def row_at(b, h, j, i, *n):
+        return jnp.minimum(f.row_block(b, i, j, *n), T // f.rows - 1)
 
     def rows(*width):
         zeros = (0,) * len(width)
         return pl.BlockSpec(
-            (None, None, G, f.rows, *width),
-            lambda b, h, j, i, n: (
-                b,
-                h,
-                0,
-                jnp.minimum(f.row_block(i, j), T // f.rows - 1),
-                *zeros,
-            ),
+            (None, None, G, f.rows, *width), lambda *at: (*at[:2], 0, row_at(*at), *zeros)
         )
 
     def keys(width):
-        return pl.BlockSpec((None, None, f.keys, width), lambda b, h, j, i, n: (b, h, j, 0))
+        return pl.BlockSpec((None, None, f.keys, width), lambda b, h, j, i, *n: (b, h, j, 0))
 
+    blocks = [rows(H), keys(H), keys(R), rows(), rows(), rows(R)]
     grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1,
+        num_scalar_prefetch=len(scalars),
         grid=(B, K, S // f.keys, T // f.rows),
-        in_specs=[rows(H), keys(H), keys(R), rows(), rows(), rows(R)],
+        in_specs=[*id_specs(f, row_at, lambda b, h, j, *_: j), *blocks],
         out_specs=[keys(H), keys(R)],
-        scratch_shapes=[pltpu.VMEM((f.keys, width), jnp.float32) for width in (H, R)],
+        scratch_shapes=[
+            *[pltpu.VMEM((f.keys, width), jnp.float32) for width in (H, R)],
+            *id_scratch(f, f.keys),
+        ],
     )
     return pl.pallas_call(
         functools.partial(_dkv_kernel, f=f),
@@ -128,26 +139,30 @@ def _dkv(q, k, v, lengths, lse, delta, do, f: Flash) -> tuple[Array, Array]:
         compiler_params=compiler_params(),
         name="flash_attention_dkv",
         interpret=f.interpret,
-    )(lengths, q, k, v, lse, delta, do)
+    )(*scalars, *ids, q, k, v, lse, delta, do)
 
 
-def _dkv_kernel(lengths, q, k, v, lse, delta, do, dk, dv, dk_acc, dv_acc, *, f: Flash):
+def _dkv_kernel(*refs, f: Flash):
+    n, ids, (q, k, v, lse, delta, do, dk, dv, dk_acc, dv_acc) = f.split(refs)
     b, j, i = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     G, _, H = q.shape
 
     @pl.when(i == 0)
     def _start():
         dk_acc[...], dv_acc[...] = jnp.zeros_like(dk_acc), jnp.zeros_like(dv_acc)
+        if ids:
+            to_rows(ids.k[...], ids.rows, 0)
 
-    @pl.when(f.needed(i, j, lengths[b]))
+    @pl.when(f.needed(b, i, j, *n))
     def _block():
+        length = n[0][b]
+        key, value = (finite_values(x[...], j * f.keys, length) for x in (k, v))
         rows = q[...].reshape(G * f.rows, H)
-        s = f.scores(product(k[...], rows, TRANSPOSED))  # BK, G BQ
-        seen = f.mask(s.shape, i, j, lengths[b], transposed=True)
+        s = f.scores(product(key, rows, TRANSPOSED))  # BK, G BQ
+        seen = f.mask(s.shape, i, j, length, ids, transposed=True)
         p = jnp.where(seen, jnp.exp(s - _along_lanes(lse)), 0.0)
         gradient = do[...].reshape(G * f.rows, -1)
         dv_acc[...] += product(p.astype(gradient.dtype), gradient)
-        value = finite_values(v[...], j * f.keys, lengths[b])
         dp = product(value, gradient, TRANSPOSED)
         ds = _uncapped(p * (dp - _along_lanes(delta)), s, f)
         dk_acc[...] += product(ds.astype(rows.dtype), rows)

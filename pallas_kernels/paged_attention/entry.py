@@ -46,7 +46,6 @@ def paged_attention(
     Raises NotImplementedError, with the reason, where the implementation asked for does not take
     the case, and ValueError on shapes that do not fit `fmt`.
     """
-    _check(q, pages, table, lengths, fmt=fmt, queries=queries, window=window, positions=positions)
     case: dict[str, Any] = {
         "positions": positions,
         "fmt": fmt,
@@ -55,6 +54,31 @@ def paged_attention(
         "softcap": softcap,
         "scale": scale,
     }
+    arrays = (q, pages, table, lengths)
+    return _attend(*arrays, implementation=implementation, interpret=interpret, **case)[0]
+
+
+def paged_attention_logits(
+    q: Float[Array, "B K Q D"],
+    pages: Int[Array, "P rows 128"],
+    table: Int[Array, "B M"],
+    lengths: Int[Array, "B"],
+    **options: Any,
+) -> tuple[Partial, Float[Array, "B K Q S"]]:
+    """`paged_attention` by its own options, and the scores of each query at its row's S = 128 M
+    tokens: float32, scaled, capped, in natural units, MASKED where the query does not see.
+
+    What eviction by attention (H2O 2306.14048) needs: `attention_mass(logits, lse)`, with the
+    `log_sum_exp` over these pages and all else that a query attends to. Raises as `paged_attention`
+    does.
+    """
+    return _attend(q, pages, table, lengths, logits=True, **options)
+
+
+def _attend(q, pages, table, lengths, *, implementation=None, interpret=False, **case):
+    """(Partial, logits or None)."""
+    _check(q, pages, table, lengths, **case)
+    fmt = case["fmt"]
     chosen = implementation or choose(fmt)
     if chosen == "xla":
         return paged_attention_xla(q, pages, table, lengths, **case)
@@ -85,7 +109,7 @@ def unsupported(fmt: PageFormat) -> str:
     return ""
 
 
-def _check(q, pages, table, lengths, *, fmt, queries, window, positions) -> None:
+def _check(q, pages, table, lengths, *, fmt, queries=1, window=None, positions=None, **_) -> None:
     B, K, Q, D = q.shape
     _need(fmt.num_kv_heads == K, "q: KV heads", fmt.num_kv_heads, K)
     _need(fmt.query_width == D, "q: channels", fmt.query_width, D)

@@ -26,13 +26,15 @@ def paged_attention_xla(
     queries: int = 1,
     window: int | None = None,
     softcap: float | None = None,
-) -> Partial:
-    """See `paged_attention`."""
+    logits: bool = False,
+) -> tuple[Partial, Float[Array, "B K Q S"] | None]:
+    """See `paged_attention` and `paged_attention_logits`; scores only if asked for."""
     B, K, Q, _ = q.shape
     q = q.astype(jnp.bfloat16).astype(jnp.float32)
     lengths = jnp.minimum(lengths, table.shape[1] * LANES)
 
-    def body(m, part):
+    def body(m, carry):
+        part, scores = carry
         ids = jax.lax.dynamic_index_in_dim(table, m, axis=1, keepdims=False)
         inside = (ids >= 0) & (ids < pages.shape[0]) & (m * LANES < lengths)
         k, v = fmt.keys_values(pages[jnp.where(inside, ids, 0)])  # B K S D, B K S H
@@ -40,19 +42,24 @@ def paged_attention_xla(
         v = jnp.where((token[None] < lengths[:, None])[:, None, :, None], v, 0)
         s = jnp.einsum("bkqd,bksd->bkqs", q, k, precision="highest") * scale
         s = s if softcap is None else softcap * jnp.tanh(s / softcap)
-        mask = _seen(token, lengths, positions, Q, queries, window)
+        mask = seen_tokens(token, lengths, positions, Q, queries, window)
         s = jnp.where(mask, s, MASKED)
+        if scores is not None:
+            scores = jax.lax.dynamic_update_slice_in_dim(scores, s, m * LANES, axis=3)
         top = jnp.max(s, axis=-1)
         p = jnp.where(mask, jnp.exp(s - top[..., None]), 0.0)
         acc = jnp.einsum("bkqs,bksh->bkqh", p, v, precision="highest")
-        return merge(part, Partial(acc, top, jnp.sum(p, axis=-1)))
+        return merge(part, Partial(acc, top, jnp.sum(p, axis=-1))), scores
 
     shape = (B, K, Q)
     empty = Partial(jnp.zeros((*shape, fmt.head_dim)), jnp.full(shape, MASKED), jnp.zeros(shape))
-    return jax.lax.fori_loop(0, (jnp.max(lengths) + LANES - 1) // LANES, body, empty)
+    scores = jnp.full((*shape, table.shape[1] * LANES), MASKED) if logits else None
+    pages_used = (jnp.max(lengths) + LANES - 1) // LANES
+    return jax.lax.fori_loop(0, pages_used, body, (empty, scores))
 
 
-def _seen(token, lengths, positions, Q, queries, window) -> Bool[Array, "B 1 Q S"]:
+def seen_tokens(token, lengths, positions, Q, queries, window) -> Bool[Array, "B 1 Q S"]:
+    """Which tokens of a row, of those at `token [S]`, each of its queries sees."""
     seen = (token[None] < lengths[:, None])[:, None, None, :]
     if positions is None:
         return jnp.broadcast_to(seen, (seen.shape[0], 1, Q, token.shape[0]))

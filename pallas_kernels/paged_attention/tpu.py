@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.codes.base import LANES
+from pallas_kernels.paged_attention.packed import seen_tokens
 from pallas_kernels.paged_attention.tpu_kernel import EMPTY, Options, paged_attention_kernel
 from pallas_kernels.pages import PageFormat
 from pallas_kernels.softmax import MASKED, Partial
@@ -41,10 +42,11 @@ def paged_attention_tpu(
     queries: int = 1,
     window: int | None = None,
     softcap: float | None = None,
+    logits: bool = False,
     block_pages: int | None = None,
     interpret: Any = False,
-) -> Partial:
-    """See `paged_attention`. block_pages: C, pages of a block."""
+) -> tuple[Partial, Float[Array, "B K Q S"] | None]:
+    """See `paged_attention` and `paged_attention_logits`. block_pages: C, pages of a block."""
     B, K, Q, D = q.shape
     rows = -(-Q // 8) * 8
     q = jnp.pad(q.astype(jnp.bfloat16), ((0, 0), (0, 0), (0, rows - Q), (0, 0)))
@@ -58,19 +60,25 @@ def paged_attention_tpu(
         window=window,
         causal=positions is not None,
         queries=queries,
+        scored=-(-table.shape[1] // options.pages) if logits else 0,
     )
-    positions = lengths if positions is None else positions
-    scalars = _schedule(table, lengths, positions, options, programs)
+    starts = lengths if positions is None else positions
+    scalars = _schedule(table, lengths, starts, options, programs)
     q = jnp.pad(q, ((0, programs * batch - B), (0, 0), (0, 0), (0, 0)))
-    acc, stats, loose = _call(q, pages, scalars, options, interpret)
-    acc, stats, loose = (x[:B].reshape(B, K, -1, *x.shape[2:]) for x in (acc, stats, loose))
-    top, mass = stats[..., :Q, 0] / LOG2E, stats[..., :Q, 1]
-    acc = acc[..., :Q, :]
+    outputs = _call(q, pages, scalars, options, interpret)
+    acc, stats, loose, *scores = (x[:B].reshape(B, K, -1, *x.shape[2:]) for x in outputs)
+    top, mass, acc = stats[..., :Q, 0] / LOG2E, stats[..., :Q, 1], acc[..., :Q, :]
     if fmt.v.needs_sums:
         sums = jnp.sum(loose.reshape(B, K, fmt.v.groups, rows, LANES)[..., :Q, :], axis=-1)
         each = fmt.head_dim // fmt.v.groups
         acc = acc + jnp.repeat(jnp.moveaxis(sums, 2, -1), each, axis=-1)
-    return Partial(acc, jnp.where(top <= EMPTY / LOG2E, MASKED, top), mass)
+    part = Partial(acc, jnp.where(top <= EMPTY / LOG2E, MASKED, top), mass)
+    if not logits:
+        return part, None
+    token = jnp.arange(table.shape[1] * LANES)
+    seen = seen_tokens(token, lengths, positions, Q, queries, window)
+    scores = scores[0][..., :Q, : token.size]  # blocks that were not visited hold anything
+    return part, jnp.where(seen, scores / LOG2E, MASKED)
 
 
 def make_options(
@@ -94,6 +102,7 @@ def make_options(
         pages=min(pages, table_pages),
         buffers=6,
         batch=batch,
+        scored=0,
     )
 
 
@@ -129,7 +138,7 @@ def _schedule(table, lengths, positions, o: Options, programs: int) -> tuple[Arr
 def grid_spec(
     o: Options, q_shape: tuple[int, ...], *, programs: int, scalars: int
 ) -> tuple[pltpu.PrefetchScalarGridSpec, list[jax.ShapeDtypeStruct]]:
-    """Blocks, buffers and outputs of the kernel: acc, (top, mass), loose sums."""
+    """Blocks, buffers and outputs of the kernel: acc, (top, mass), loose sums, and scores."""
     _, K, R, D = q_shape
     H, fmt = o.fmt.head_dim, o.fmt
     loose = K * R * (fmt.v.groups if fmt.v.needs_sums else 1)
@@ -138,11 +147,17 @@ def grid_spec(
     def whole(*shape):
         return pl.BlockSpec((o.batch, *shape), lambda g, *_: (g,) + (0,) * len(shape))
 
+    out_specs = [whole(*shape) for shape in outputs]
+    kept: tuple[Any, ...] = ()
+    if o.scored:
+        outputs.append((K * R, o.scored * o.tokens))
+        out_specs.append(pl.BlockSpec(memory_space=pl.ANY))
+        kept = (pltpu.VMEM((2, K * R, o.tokens), jnp.float32), pltpu.SemaphoreType.DMA((2,)))
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=scalars,
         grid=(programs,),
         in_specs=[whole(K, R, D), pl.BlockSpec(memory_space=pl.ANY)],
-        out_specs=[whole(*shape) for shape in outputs],
+        out_specs=out_specs,
         scratch_shapes=[
             pltpu.VMEM((o.buffers, o.pages, fmt.rows, LANES), jnp.int32),
             pltpu.SemaphoreType.DMA((o.buffers,)),
@@ -150,6 +165,7 @@ def grid_spec(
             *[pltpu.VMEM((K * R, LANES), jnp.float32)] * 5,  # top, mass, decay, top and mass then
             pltpu.VMEM((K * R, H), jnp.float32),
             pltpu.VMEM((loose, LANES), jnp.float32),
+            *kept,
         ],
     )
     batch = programs * o.batch

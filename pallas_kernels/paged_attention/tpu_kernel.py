@@ -46,6 +46,7 @@ class Options:
     pages: int  # of a block, C
     buffers: int
     batch: int  # sequences of a program
+    scored: int  # blocks of a row in the output of scores; 0: it is not asked for
 
     @property
     def tokens(self) -> int:
@@ -88,13 +89,19 @@ def paged_attention_kernel(*refs, o: Options):
         pl.when(t < step.total)(lambda: step.copy(at, slot(t), "wait"))
         if isinstance(o.fmt.v, BFloat16 | Float8):
             pl.when(t < step.total)(lambda: step.zero_past_end(at, slot(t)))
+        if o.scored:
+            pl.when(t > 2)(lambda: step.await_kept(t - 2))
         step.values(cursors[2], slot(jnp.maximum(t - 2, 0)))
-        step.softmax(cursors[1])
+        step.softmax(cursors[1], t)
         step.scores(at, slot(t))
         step.write(cursors[2])  # a branch: at the end, as the stages cannot move across one
+        if o.scored:
+            pl.when((t > 0) & (t <= step.total))(lambda: step.send_kept(cursors[1], t))
         return [(c.row, c.block) for c in (step.after(fetch), step.after(at), at, cursors[1])]
 
     lax.fori_loop(0, step.total + 2, body, [(c.row, c.block) for c in (fetch, start, start, start)])
+    if o.scored:
+        step.await_kept(step.total)
 
 
 class Step:
@@ -109,6 +116,9 @@ class Step:
         self._count = lambda row: count[self._base + row]
         self.total = total[g]
         self.q, self.pages = q, pages
+        if o.scored:
+            self.scores_out, self.kept, self.kept_sems = rest[3], *rest[-2:]
+            rest = (*rest[:3], *rest[4:-2])
         self.acc_out, self.stats_out, self.loose_out, self.buffer, self.sems = rest[:5]
         self.s, self.p, self.top, self.mass, self.decay = rest[5:10]
         # top and mass as they were after the block that `values` is at
@@ -229,8 +239,10 @@ class Step:
         sums = _channel_sums(q, code.groups) if code.needs_sums else []
         return code.scores(q, sums, words, side, self.o.factor)
 
-    def softmax(self, at: Cursor) -> None:
+    def softmax(self, at: Cursor, t) -> None:
         s = jnp.where(self._seen(at), self.s[...], MASKED)
+        if self.o.scored:
+            self.kept[lax.rem(t, 2)] = s
         fresh = at.block == self.first(at.row)
         before = jnp.where(fresh, EMPTY, self.top[...])
         tiles = [s[:, i : i + LANES] for i in range(0, s.shape[1], LANES)]
@@ -286,6 +298,17 @@ class Step:
             tile = fmt.v.tiles([self.buffer[slot, i, at] for i in pages])
             out.append(matmul(weights, tile))
         return jnp.concatenate(out, axis=1)
+
+    def send_kept(self, at: Cursor, t) -> None:
+        """Starts the copy of a block's scores, which `softmax` kept at step t."""
+        block = jnp.minimum(at.block, self.o.scored - 1)  # a window past the end begins later
+        start, slot = pl.multiple_of(block * self.o.tokens, LANES), lax.rem(t, 2)
+        target = self.scores_out.at[self._base + at.row, :, pl.ds(start, self.o.tokens)]
+        pltpu.make_async_copy(self.kept.at[slot], target, self.kept_sems.at[slot]).start()
+
+    def await_kept(self, t) -> None:
+        kept = self.kept.at[lax.rem(t, 2)]
+        pltpu.make_async_copy(kept, kept, self.kept_sems.at[lax.rem(t, 2)]).wait()
 
     def write(self, at: Cursor) -> None:
         """A row's results after its last block. Lane 0 of `stats` is top, the others are mass."""

@@ -86,3 +86,11 @@ def test_speculation_with_a_window_and_a_soft_cap():
     """Gemma's: four query heads, eight new tokens."""
     options = {"queries": 8, "window": 512, "softcap": 50.0}
     assert_reads_in_place(*compiled("v6e", "int8", (1, 32, 256), **options))
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_with_the_scores(chip):
+    """Beside the pool there is but one more array: the kernel's scores of 8 rows, 8 heads, 8 rows
+    of queries (4 of them padding) and 8,192 tokens, float32."""
+    text, temporaries, pool = compiled(chip, "int8", MODELS["llama-3-8b"], logits=True)
+    assert_reads_in_place(text, temporaries - 4 * 8 * 8 * 8 * 8192, pool)

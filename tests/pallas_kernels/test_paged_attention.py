@@ -10,9 +10,15 @@ from jax.experimental.pallas import tpu as pltpu
 from kernel_data import all_codes, dense, latent_pool, random_pool
 
 from pallas_kernels.codes import Symmetric
-from pallas_kernels.paged_attention import check_table, choose, paged_attention
+from pallas_kernels.paged_attention import (
+    check_table,
+    choose,
+    paged_attention,
+    paged_attention_logits,
+    tpu,
+)
 from pallas_kernels.paged_attention.tpu import paged_attention_tpu
-from pallas_kernels.softmax import finish
+from pallas_kernels.softmax import MASKED, Partial, attention_mass, finish, log_sum_exp, merge
 
 #: XLA's optimiser takes most of the time of these tests, for programs that run once
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -23,7 +29,8 @@ def run(pool, q, lengths, *, interpret=True, block_pages=2, **options):
         paged_attention_tpu, fmt=pool.fmt, interpret=interpret, block_pages=block_pages, **options
     )
     arrays = (q, pool.pages, pool.table, jnp.asarray(lengths, jnp.int32))
-    return jax.jit(call, compiler_options=QUICK if interpret is True else None)(*arrays)
+    part, logits = jax.jit(call, compiler_options=QUICK if interpret is True else None)(*arrays)
+    return part if logits is None else (*part, logits)
 
 
 def queries(pool, Q, seed=1):
@@ -119,12 +126,75 @@ def test_masks(options, implementation):
     assert_close(entry(pool, q, [160, 384], implementation, scale=0.2, **given), expected, 0.05)
 
 
-def entry(pool, q, lengths, implementation, **options):
+def entry(pool, q, lengths, implementation, *, logits=False, **options):
     call = functools.partial(
-        paged_attention, fmt=pool.fmt, implementation=implementation, interpret=True, **options
+        paged_attention_logits if logits else paged_attention,
+        fmt=pool.fmt,
+        implementation=implementation,
+        interpret=True,
+        **options,
     )
     arrays = (q, pool.pages, pool.table, jnp.asarray(lengths, jnp.int32))
     return jax.jit(call, compiler_options=QUICK)(*arrays)
+
+
+LOGITS = {
+    "ragged": ([1, 129, 0], 3, {}),
+    "soft cap": ([384, 300, 128], 8, {"softcap": 2.0}),
+    "window": ([384, 200, 384], 4, {"positions": [380, 150, 1000], "queries": 2, "window": 40}),
+}
+
+
+@pytest.mark.parametrize("implementation", ["tpu", "xla"])
+@pytest.mark.parametrize("case", LOGITS)
+def test_logits(case, implementation):
+    """MASKED past the end, before a window that starts past the first block, and where the window
+    is past the end; what they sum to is the part's own log-sum-exp. The part is what it is
+    without them."""
+    lengths, Q, options = LOGITS[case]
+    pool = random_pool("int8", K=2, H=64, B=3, M=3)
+    q, S = queries(pool, Q), 384
+    seen, given = prefix(lengths, S, Q), dict(options)
+    if "positions" in options:
+        given["positions"] = jnp.asarray(options["positions"], jnp.int32)
+        own = np.asarray(options["positions"])[:, None] + np.arange(Q)[None] % options["queries"]
+        token, own = np.arange(S)[None, None], own[..., None]
+        seen = seen & (token <= own) & (token > own - options["window"])
+    part, logits = entry(pool, q, lengths, implementation, logits=True, scale=0.2, **given)
+    alone = entry(pool, q, lengths, implementation, scale=0.2, **given)
+    for a, b in zip(part, alone, strict=True):
+        np.testing.assert_array_equal(a, b)
+    s = np.einsum("bkqd,bksd->bkqs", np.asarray(q, np.float64), pool.k) * 0.2
+    s = 2 * np.tanh(s / 2) if "softcap" in options else s
+    np.testing.assert_allclose(logits, np.where(seen[:, None], s, MASKED), rtol=1e-5, atol=0.02)
+    mass = attention_mass(logits, log_sum_exp(part))
+    some = np.broadcast_to(seen.any(-1)[:, None], part.mass.shape).sum(-1)
+    np.testing.assert_allclose(jnp.sum(mass, axis=-1), some, rtol=0.02)
+
+
+def test_each_program_writes_its_own_rows(monkeypatch):
+    pool = random_pool("int8", K=2, H=64, B=3, M=2)
+    q, lengths = queries(pool, 2), [130, 256, 3]
+    expected = run(pool, q, lengths, scale=0.2, logits=True)
+    monkeypatch.setattr(tpu, "ROW_BYTES", 1)
+    assert tpu._split(3, 1024) == (1, 3)
+    for a, b in zip(run(pool, q, lengths, scale=0.2, logits=True), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_mass_over_merged_parts_is_that_of_one_softmax():
+    """Keys of the pages and exact ones elsewhere: together each query gives 1."""
+    pool = random_pool("int8", K=1, H=64, B=1, M=2)
+    q = queries(pool, 3)
+    part, logits = entry(pool, q, [200], "xla", logits=True, scale=0.1)
+    other = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, 3, 5)), jnp.float32)
+    exact = Partial(jnp.zeros((1, 1, 3, 64)), jnp.zeros((1, 1, 3)), jnp.sum(jnp.exp(other), -1))
+    lse = log_sum_exp(merge(part, exact))
+    got = [attention_mass(x, lse)[0, 0] for x in (logits, other)]
+    both = np.concatenate([np.asarray(logits[0, 0, :, :200]), np.asarray(other[0, 0])], axis=1)
+    expected = np.asarray(jax.nn.softmax(both, axis=-1)).sum(0)
+    np.testing.assert_allclose(np.concatenate([got[0][:200], got[1]]), expected, rtol=1e-4)
+    assert not np.any(got[0][200:])
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8-e4m3", "int4-low"])
@@ -134,7 +204,7 @@ def test_nothing_unused_is_seen(name, H):
     used part changes no bit."""
     pool = random_pool(name, K=2, H=H, B=2, M=3)
     q, lengths = queries(pool, 4), [130, 256]
-    clean = run(pool, q, lengths, scale=0.1)
+    clean = run(pool, q, lengths, scale=0.1, logits=True)
     table = np.asarray(pool.table)
     pages = pool.pages
     for row, length in enumerate(lengths):
@@ -144,7 +214,7 @@ def test_nothing_unused_is_seen(name, H):
         for page in table[row, (length + 127) // 128 :]:
             pages = pages.at[page].set(-1)
     pool.pages = pages
-    spoilt = run(pool, q, lengths, scale=0.1)
+    spoilt = run(pool, q, lengths, scale=0.1, logits=True)
     for a, b in zip(clean, spoilt, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -170,13 +240,17 @@ def spoil(fmt, page, real):
     return jnp.asarray(page)
 
 
-def test_no_race_in_the_copies():
+def test_no_race_in_the_copies(capsys):
+    """Nor in those of the scores: at blocks that are not visited, memory holds NaN."""
     pool = random_pool("int4-low", K=2, H=128, B=2, M=5)
     q, lengths = queries(pool, 2), [600, 140]
     strict = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    part = run(pool, q, lengths, scale=0.1, interpret=strict, block_pages=1)
-    expected = dense(q, pool.k, pool.v, prefix(lengths, 640, 2), scale=0.1)
-    assert_close(part, expected, 0.05)
+    *part, logits = run(pool, q, lengths, scale=0.1, interpret=strict, block_pages=1, logits=True)
+    seen = prefix(lengths, 640, 2)
+    assert_close(Partial(*part), dense(q, pool.k, pool.v, seen, scale=0.1), 0.05)
+    np.testing.assert_array_equal(logits != MASKED, np.broadcast_to(seen[:, None], logits.shape))
+    assert np.isfinite(logits).all()
+    assert "RACE DETECTED" not in capsys.readouterr().out
 
 
 def test_ids_outside_of_the_pool_read_the_null_page():
