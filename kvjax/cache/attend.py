@@ -292,26 +292,30 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
 def _decoders(layer: LayerView, chunk: Chunk) -> tuple[Callable, Callable, bool]:
     """`decode_k`, `decode_v` and `tokens_last` of `paged_partial` for a layer's pages."""
     spec, k_codec, dtype = layer.spec, layer.spec.k_codec, chunk.q.dtype
-    if spec.packed is not None:
-        keys, values = kernel.unpackers(spec.packed, dtype)
-        return keys, values, False
     turning = spec.turns and chunk.how.rope is not None
-    tokens_last = turning or k_codec.tokens_last
+    packed = spec.packed
+    tokens_last = turning or (packed is None and k_codec.tokens_last)
+
+    def stored_k(codes: Any) -> Array:
+        if packed is not None:
+            k = packed.unpack(codes["page"])[0].astype(dtype)
+            return jnp.swapaxes(k, -1, -2) if tokens_last else k
+        decode = k_codec.decode_t if tokens_last else k_codec.decode
+        return decode(codes, layer.k_params, dtype)
 
     def decode_k(codes: Any, tokens: Int[Array, "S"]) -> Array:
-        if not tokens_last:
-            return k_codec.decode(codes, layer.k_params, dtype)
-        k_t = k_codec.decode_t(codes, layer.k_params, dtype)  # B n K H S
-        if turning:
-            k_t = jnp.moveaxis(k_t, 1, 3)  # B K H n S
-            flat = k_t.reshape(*k_t.shape[:3], -1)
-            token = spec.paged_token(tokens, chunk.length)
-            positions = layer.position(token, chunk.length)
-            flat = _rope_tile(flat, chunk, positions)
-            k_t = jnp.moveaxis(flat.reshape(k_t.shape), 3, 1)
-        return k_t
+        k = stored_k(codes)
+        if not turning:
+            return k
+        k_t = jnp.moveaxis(k, 1, 3)  # B K H n S
+        flat = k_t.reshape(*k_t.shape[:3], -1)
+        token = spec.paged_token(tokens, chunk.length)
+        flat = _rope_tile(flat, chunk, layer.position(token, chunk.length))
+        return jnp.moveaxis(flat.reshape(k_t.shape), 3, 1)
 
     def decode_v(codes: Any, tokens: Int[Array, "S"]) -> Array:
+        if packed is not None:
+            return packed.unpack(codes["page"])[1].astype(dtype)
         return spec.v_codec.decode(codes, layer.v_params, dtype)
 
     return decode_k, decode_v, tokens_last

@@ -1,6 +1,12 @@
 """Attention of queries to sealed pages, read through a page table."""
 
-from pallas_kernels.paged_attention.entry import check_table, choose, paged_attention, unsupported
+from pallas_kernels.paged_attention.entry import (
+    check_table,
+    choose,
+    paged_attention,
+    unsupported,
+    unturnable,
+)
 from pallas_kernels.paged_attention.xla import paged_partial, pool_partial
 
 __all__ = [
@@ -10,4 +16,5 @@ __all__ = [
     "paged_partial",
     "pool_partial",
     "unsupported",
+    "unturnable",
 ]
