@@ -112,7 +112,7 @@ class Step:
         self.total = total[g]
         self.q, self.pages = q, pages
         if o.half:  # cos and sin of pages' first tokens, and of the places in a page
-            self.page_angles, self.place_angles, *rest = rest
+            (self.page_angles, self.place_angles), rest = rest[:2], rest[2:]
         self.acc_out, self.stats_out, self.loose_out, self.buffer, self.sems = rest[:5]
         self.s, self.p, self.top, self.mass, self.decay = rest[5:10]
         # top and mass as they were after the block that `values` is at
@@ -245,7 +245,8 @@ class Step:
         q = turned(self.q[at.row, k], cos, -sin, axis=1).astype(jnp.bfloat16)
         words = self.buffer[slot, i, pl.ds(k * self.fmt.head_rows + part.row, part.rows)]
         own = [x[:, i * LANES : (i + 1) * LANES] for x in side]
-        return part.code.turned_scores(q, words, own, *self.place_angles[...], self.o.factor)
+        cos, sin = self.place_angles[0], self.place_angles[1]
+        return part.code.turned_scores(q, words, own, cos, sin, self.o.factor)
 
     def softmax(self, at: Cursor) -> None:
         s = jnp.where(self._seen(at), self.s[...], MASKED)
