@@ -90,6 +90,7 @@ class Case:
     tokens: int = 4096
     block_pages: int | None = None
     rope_dim: int = 0
+    turned: bool = False  # keys stored before RoPE
 
     @property
     def fmt(self) -> PageFormat:
@@ -163,15 +164,23 @@ def _compile_one(case: Case) -> float:
     fmt, B, M = case.fmt, case.batch, case.tokens // 128
     rows = -(-case.groups // 8) * 8
     o = tpu.make_options(fmt, rows, scale=0.1, batch=B, table_pages=M, block_pages=case.block_pages)
+    o = dataclasses.replace(o, half=case.head_dim // 2 if case.turned else 0)
     blocks = M // o.pages
     scalars = [
         _Known(lambda at: at[0] * M + at[1], (B, M)),
         *[_Known(functools.partial(lambda n, at: n, n)) for n in (case.tokens, 0, 0, blocks)],
         _Known(lambda at: B * blocks),
     ]
-    q = jax.ShapeDtypeStruct((B, case.num_kv_heads, rows, fmt.query_width), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct(
+        (B, case.num_kv_heads, rows, fmt.query_width),
+        jnp.float32 if case.turned else jnp.bfloat16,
+    )
+    angles = [
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((2, M, o.half), (2, o.half, 128))[: 2 * case.turned]
+    ]
     pages = jax.ShapeDtypeStruct((B * M, fmt.rows, 128), jnp.int32)
-    grid, shapes = tpu.grid_spec(o, q.shape, programs=1, scalars=0)
+    grid, shapes = tpu.grid_spec(o, q.shape, angles=len(angles), programs=1, scalars=0)
     call = pl.pallas_call(
         functools.partial(paged_attention_kernel, *scalars, o=o),
         grid_spec=grid,
@@ -181,7 +190,7 @@ def _compile_one(case: Case) -> float:
         ),
         name="kernel",
     )
-    aot.compile_for(case.chip, call, q, pages)
+    aot.compile_for(case.chip, call, q, pages, *angles)
     return o.tokens * case.num_kv_heads / 1024
 
 
@@ -227,10 +236,13 @@ def _read(folder: str, case: Case, *, block_units: float) -> Estimate:
 
 
 def cases() -> Iterator[Case]:
-    """What the table shows: every code at eight heads, fewer heads, other head dims, latents."""
+    """What the table shows: every code at eight heads, turned keys, fewer heads, other head dims,
+    latents."""
     for chip in CHIPS:
         for code in CODES:
             yield Case(chip, code)
+        for code in ("bf16", "int8", "int4", "int4-low"):
+            yield Case(chip, code, turned=True)
         for heads, head_dim, groups in ((1, 128, 8), (2, 128, 8), (1, 256, 4), (8, 64, 4)):
             for code in ("bf16", "int8", "int4"):
                 yield Case(chip, code, heads, groups, head_dim)
@@ -258,7 +270,8 @@ def main() -> None:
         e = profile(case)
         raw.setdefault(shape, e.cycles)  # bf16 comes first
         print(
-            f"{case.chip} {case.code:12s} {case.num_kv_heads} {case.groups} {case.head_dim:3d} | "
+            f"{case.chip} {case.code + ' turned' * case.turned:15s} {case.num_kv_heads} "
+            f"{case.groups} {case.head_dim:3d} | "
             f"{e.cycles:5.0f} {case.floor:5.0f} {e.cycles / case.floor:5.2f} | "
             f"{e.cycles / raw[shape]:4.2f} | "
             f"{e.bundles:5.0f} {e.valu:5.0f} {e.matpush:5.0f} {e.spills:3d}",

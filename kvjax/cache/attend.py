@@ -297,12 +297,12 @@ def _decoders(
 ) -> tuple[Callable, Callable, bool]:
     """`decode_k`, `decode_v` and `tokens_last` of `paged_partial` for a layer's pages."""
     spec, k_codec, dtype = layer.spec, layer.spec.k_codec, chunk.q.dtype
-    if spec.packed is not None:
-        keys, values = kernel.unpackers(spec.packed, dtype)
-        return keys, values, False
-    tokens_last = k_codec.tokens_last and turn is None
+    packed = spec.packed
+    tokens_last = packed is None and k_codec.tokens_last and turn is None
 
     def read(codes: Any) -> Array:
+        if packed is not None:
+            return packed.unpack(codes["page"])[0].astype(dtype)
         decode = k_codec.decode_t if tokens_last else k_codec.decode
         return decode(codes, layer.k_params, dtype)
 
@@ -316,6 +316,8 @@ def _decoders(
         return turn.keys(jax.lax.cond(in_use, read, lambda _: nothing(), codes), tokens)
 
     def decode_v(codes: Any, tokens: Int[Array, "S"]) -> Array:
+        if packed is not None:
+            return packed.unpack(codes["page"])[1].astype(dtype)
         return spec.v_codec.decode(codes, layer.v_params, dtype)
 
     return decode_k, decode_v, tokens_last

@@ -184,7 +184,7 @@ def _specs(
         if heavy:
             assert policy is not None
             made = _heavy(made, policy, config)  # its pages are of single tokens
-        return with_kernel(dataclasses.replace(made, kept=kept), config.kernel)
+        return with_kernel(dataclasses.replace(made, kept=kept), model, config.kernel)
 
     return tuple(spec(*key, members) for key, members in layers.items())
 

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from kvjax import codecs
 from kvjax.cache.gpu_leaf import gpu_leaf
-from kvjax.cache.packed import page_format
+from kvjax.cache.packed import in_own_space, page_format
 from kvjax.cache.spec import GroupSpec
-from kvjax.codecs.base import Codes
-from kvjax.config import TPU_GENERATIONS, need
-from pallas_kernels.paged_attention import gpu, paged_attention
-from pallas_kernels.pages import PageFormat
+from kvjax.config import TPU_GENERATIONS, ModelConfig, RopeConfig, need
+from kvjax.layers.rope import attention_factor, inverse_frequencies
+from pallas_kernels.paged_attention import gpu, paged_attention, unturnable
 from pallas_kernels.softmax import Partial
+from pallas_kernels.turn import Turn
 
 if TYPE_CHECKING:
     from kvjax.cache.attend import Chunk, LayerView
@@ -32,17 +33,17 @@ if TYPE_CHECKING:
 MOST_QUERIES = 1024
 
 
-def with_kernel(spec: GroupSpec, wanted: str) -> GroupSpec:
+def with_kernel(spec: GroupSpec, model: ModelConfig, wanted: str) -> GroupSpec:
     """The spec with its implementation chosen. A TPU's name makes that TPU's pages, also where no
     TPU is: there plain XLA reads them. Raises ValueError, with the reason, where the implementation
     asked for by name does not take the group."""
     if not spec.pages_per_row:
         return spec
     if wanted == "auto":
-        return _auto(spec)
+        return _auto(spec, model)
     try:
         if wanted in TPU_GENERATIONS:
-            return _tpu(spec, TPU_GENERATIONS[wanted])
+            return _tpu(spec, model, TPU_GENERATIONS[wanted])
         return _gpu(spec) if wanted == "gpu" else spec
     except NotImplementedError as error:
         need(
@@ -62,12 +63,12 @@ def without_kernel(spec: GroupSpec, why: str) -> GroupSpec:
     return dataclasses.replace(spec, kernel="xla", packed=None, why_xla=why)
 
 
-def _auto(spec: GroupSpec) -> GroupSpec:
+def _auto(spec: GroupSpec, model: ModelConfig) -> GroupSpec:
     platform = jax.default_backend()
     if platform == "tpu":
         try:
             _need(spec.dtype == jnp.bfloat16, f"dtype: it multiplies bfloat16, got {spec.dtype}.")
-            return _tpu(spec, _generation())
+            return _tpu(spec, model, _generation())
         except NotImplementedError as error:
             return without_kernel(spec, str(error))
     if platform == "gpu":
@@ -81,13 +82,38 @@ def _generation() -> int:
     return pltpu.get_tpu_info().generation
 
 
-def _tpu(spec: GroupSpec, generation: int) -> GroupSpec:
+def _tpu(spec: GroupSpec, model: ModelConfig, generation: int) -> GroupSpec:
     _check(spec)
-    return dataclasses.replace(spec, kernel="tpu", packed=page_format(spec, generation=generation))
+    if spec.turns:
+        _check_turning(spec, model)
+    packed = page_format(spec, generation=generation)
+    if spec.turns:
+        reason = unturnable(packed, spec.head_dim // 2)
+        _need(not reason, reason)
+    return dataclasses.replace(spec, kernel="tpu", packed=packed)
+
+
+def _check_turning(spec: GroupSpec, model: ModelConfig) -> None:
+    """Raises NotImplementedError where the TPU kernel cannot turn a group's keys."""
+    _need(
+        in_own_space(spec.k_codec),
+        f"turned keys: {codecs.name_of(spec.k_codec)} has them in a basis of its own.",
+    )
+    _need(
+        spec.kept is None,
+        "turned keys: each head of an evicted prompt has positions of its own, not page by page.",
+    )
+    _need(not model.rope_interleave, "turned keys: the kernel turns halves, not neighbours.")
+    ropes = [model.rope_of(layer) for layer in range(model.num_layers)]
+    _need(
+        all(rope is None or rope.type != "dynamic" for rope in ropes),
+        "turned keys: frequencies of rope.type='dynamic' differ by row.",
+    )
 
 
 def _gpu(spec: GroupSpec) -> GroupSpec:
     _check(spec)
+    _need(not spec.turns, "turned keys: the GPU kernel does not turn them.")
     _need(not spec.latent, "latent attention: the GPU kernel does not read it.")
     _need(spec.window is None, "window: the GPU kernel has none.")
     _need(gpu.available(), "it needs jax-triton: pip install kvjax[cuda].")
@@ -99,7 +125,6 @@ def _gpu(spec: GroupSpec) -> GroupSpec:
 
 def _check(spec: GroupSpec) -> None:
     """Raises NotImplementedError on what no kernel takes."""
-    _need(not spec.turns, "keys before RoPE: no kernel turns them yet.")
     _need(not spec.heavy, "evict: no kernel reads slots of single tokens.")
 
 
@@ -133,14 +158,17 @@ def kernel_part(
     if fmt is None:
         return _gpu_part(layer, chunk, q, tiles)
     used, positions, table = spec.used_pages(chunk.length), chunk.length, layer.table
+    first = spec.sealed_pages(chunk.length) - used
     if spec.window is not None:  # pages in the tokens' order, and where the chunk begins among them
-        first = spec.sealed_pages(chunk.length) - used
         order = (first[:, None] + jnp.arange(spec.pages_per_row)[None]) % spec.pages_per_row
         table = jnp.take_along_axis(table, order, axis=1)
         positions = chunk.tokens[:, 0] - spec.sinks - first * spec.page_size
+    oldest = spec.sinks + first * spec.page_size
+    start = layer.position(oldest[:, None], chunk.length)[:, 0]
+    rope = chunk.how.rope if spec.turns else None
 
     def by(implementation: str) -> Callable[..., Partial]:
-        return lambda q, pages, table, lengths, positions: paged_attention(
+        return lambda q, pages, table, lengths, positions, start: paged_attention(
             q,
             pages,
             table,
@@ -151,11 +179,17 @@ def kernel_part(
             queries=chunk.q.shape[1],
             window=spec.window,
             softcap=chunk.how.softcap,
+            turn=None if rope is None else _turn(rope, spec.head_dim, start),
             implementation=implementation,
         )
 
-    operands = (q, layer.k_pages["page"], table, used * spec.page_size, positions)
+    operands = (q, layer.k_pages["page"], table, used * spec.page_size, positions, start)
     return jax.lax.platform_dependent(*operands, tpu=by("tpu"), default=by("xla"))
+
+
+def _turn(rope: RopeConfig, head_dim: int, start: Int[Array, "B"]) -> Turn:
+    frequencies = jnp.asarray(inverse_frequencies(rope, head_dim), jnp.float32)
+    return Turn(start, frequencies, attention_factor(rope))
 
 
 def _gpu_part(layer: LayerView, chunk: Chunk, q: Array, tiles: Callable | None) -> Partial:
@@ -176,12 +210,3 @@ def _gpu_part(layer: LayerView, chunk: Chunk, q: Array, tiles: Callable | None) 
         )
 
     return jax.lax.platform_dependent(q, cuda=kernel, default=lambda q: tiles(q, None))
-
-
-def unpackers(fmt: PageFormat, dtype: Any) -> tuple[Callable, Callable]:
-    """`decode_k` and `decode_v` of `paged_partial` for packed pages, in plain XLA."""
-
-    def of(part: int) -> Callable[[Codes, Array], Array]:
-        return lambda codes, tokens: fmt.unpack(codes["page"])[part].astype(dtype)
-
-    return of(0), of(1)

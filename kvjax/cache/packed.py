@@ -71,6 +71,13 @@ def pack_page(fmt: PageFormat, spec: GroupSpec, k: Codes, v: Codes) -> Int32[Arr
     return fmt.pack(k_leaves, v_leaves)
 
 
+def in_own_space(codec: Codec) -> bool:
+    """Whether what is stored of keys are channels of the head's own, which RoPE may turn."""
+    if isinstance(codec, Int):
+        return not codec.hadamard
+    return type(codec).prepare_query is Codec.prepare_query
+
+
 def _raw_code(codec: Raw | RawKey, dtype: Any, dim: int) -> tiles.Code | None:
     own = getattr(codec, "dtype", None) or dtype
     return tiles.BFloat16() if jnp.dtype(own) == jnp.bfloat16 else None

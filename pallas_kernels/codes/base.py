@@ -25,6 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import words as packing
+from pallas_kernels.turn import turned
 
 Leaves = Mapping[str, Array]
 
@@ -45,6 +46,8 @@ class Code(abc.ABC):
     order: str = "adjacent"
     has_scale: ClassVar[bool] = True
     has_low: ClassVar[bool] = False
+    #: keys may be stored before RoPE: `turned_scores`
+    turns: ClassVar[bool] = True
 
     def __post_init__(self):
         need(self.order in packing.ORDERS, "order", f"one of {packing.ORDERS}", self.order)
@@ -148,6 +151,37 @@ class Code(abc.ABC):
                 part = part + sums[g] * (side[self.groups + g] * factor)
             parts.append(part)
         return functools.reduce(operator.add, parts)
+
+    def turned_scores(
+        self,
+        q: Float[Array, "R H"],
+        words: Int[Array, "W S"],
+        side: list[Array],
+        cos: Float[Array, "half S"],
+        sin: Float[Array, "half S"],
+        factor: float,
+    ) -> Float[Array, "R S"]:
+        """`scores` of keys that are turned first, in float32, each token by its own angles. A scale
+        that all channels share comes after the product, as there, and a low times that of ones."""
+        x = self.numbers(words).astype(jnp.float32)
+        x = x + self.bias if self.bias else x
+        x = self._scaled(x, side) if self.groups > 1 else x
+        s = matmul(q, turned(x, cos, sin, axis=0).astype(jnp.bfloat16)) * factor
+        if self.groups > 1 or not self.has_scale:
+            return s
+        s = s * side[0]
+        if self.has_low:
+            ones = turned(jnp.ones_like(x), cos, sin, axis=0).astype(jnp.bfloat16)
+            s = s + matmul(q, ones) * (side[1] * factor)
+        return s
+
+    def _scaled(self, x: Float[Array, "H S"], side: list[Array]) -> Float[Array, "H S"]:
+        """Of `tile + bias` the values, channels down."""
+        each, out = x.shape[0] // self.groups, []
+        for g in range(self.groups):
+            part = x[g * each : (g + 1) * each] * side[g]
+            out.append(part + side[self.groups + g] if self.has_low else part)
+        return jnp.concatenate(out, axis=0)
 
     def _group(self, q: Array, tile: Array, g: int) -> tuple[Array, Array]:
         """q and tile of a group of channels: a slice where it has whole lanes, else a mask."""

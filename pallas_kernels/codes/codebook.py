@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -156,6 +157,7 @@ class Signs(Code):
     """Sign sketches of keys (QJL 2406.03482), each with a norm: `groups` of equal width. Leaves: `q
     [..., T, M]`, 1 for +1 and 0 for -1, M rows of all sketches; `scale [..., (n,) T]`."""
 
+    turns: ClassVar[bool] = False
     bits: int = 1
     order: str = "pairs"
     rows: int = 256

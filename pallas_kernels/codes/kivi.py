@@ -31,6 +31,7 @@ class KiviKey(Asymmetric):
     span: int = 32
     has_scale: ClassVar[bool] = False
     has_low: ClassVar[bool] = False
+    turns: ClassVar[bool] = False  # scales of a token's channels would have to lie down its tile
 
     def __post_init__(self):
         super().__post_init__()

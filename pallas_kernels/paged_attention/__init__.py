@@ -6,6 +6,7 @@ from pallas_kernels.paged_attention.entry import (
     paged_attention,
     paged_attention_logits,
     unsupported,
+    unturnable,
 )
 from pallas_kernels.paged_attention.xla import paged_partial, pool_partial
 
@@ -17,4 +18,5 @@ __all__ = [
     "paged_partial",
     "pool_partial",
     "unsupported",
+    "unturnable",
 ]

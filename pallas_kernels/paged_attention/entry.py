@@ -13,6 +13,7 @@ from pallas_kernels.paged_attention.packed import paged_attention_xla
 from pallas_kernels.paged_attention.tpu import paged_attention_tpu
 from pallas_kernels.pages import PageFormat
 from pallas_kernels.softmax import Partial
+from pallas_kernels.turn import Turn
 
 IMPLEMENTATIONS = ("xla", "tpu", "gpu")
 
@@ -29,6 +30,7 @@ def paged_attention(
     queries: int = 1,
     window: int | None = None,
     softcap: float | None = None,
+    turn: Turn | None = None,
     implementation: str | None = None,
     interpret: Any = False,
 ) -> Partial:
@@ -39,7 +41,8 @@ def paged_attention(
     page, all zeros. table: page ids of 128 tokens each; an id outside of the pool reads page 0.
     positions: where, among the row's tokens, each row's first query stands; then a query sees no
     token after itself, and of those before it the nearest `window`, itself included. Without
-    positions all see all. softcap: c of c tanh(s / c).
+    positions all see all. softcap: c of c tanh(s / c). turn: of keys stored before RoPE, whose
+    format must hold them in the head's own space; queries come rotated, as ever.
 
     implementation: None takes the platform's kernel where it takes the case, else "xla". Returns
     the un-normalised `Partial` (`acc [B, K, Q, H]` in the space of `fmt.v`), to merge and finish.
@@ -53,6 +56,7 @@ def paged_attention(
         "window": window,
         "softcap": softcap,
         "scale": scale,
+        "turn": turn,
     }
     arrays = (q, pages, table, lengths)
     return _attend(*arrays, implementation=implementation, interpret=interpret, **case)[0]
@@ -109,7 +113,30 @@ def unsupported(fmt: PageFormat) -> str:
     return ""
 
 
-def _check(q, pages, table, lengths, *, fmt, queries=1, window=None, positions=None, **_) -> None:
+def unturnable(fmt: PageFormat, half: int) -> str:
+    """Why no implementation turns a format's keys, in `half` pairs; empty when they do."""
+    if len(fmt.key_parts) > 1:
+        return "turned keys: not those of latents."
+    if not fmt.k.turns:
+        return f"turned keys: {type(fmt.k).__name__} has them in a form that no angle turns."
+    if half % 8:
+        return f"turned keys: needs a multiple of 8 pairs (a register's rows), got {half}."
+    return ""
+
+
+def _check_turn(turn: Turn, fmt: PageFormat, *, rows: int) -> None:
+    half = turn.frequencies.shape[0]
+    _need(turn.start.shape == (rows,), "turn.start: rows", rows, turn.start.shape)
+    most = fmt.head_dim // 2
+    _need(0 < half <= most, "turn.frequencies", f"1 to {most} of them", half)
+    reason = unturnable(fmt, half)
+    if reason:
+        raise NotImplementedError(f"paged_attention: {reason}")
+
+
+def _check(
+    q, pages, table, lengths, *, fmt, queries=1, window=None, positions=None, turn=None, **_
+) -> None:
     B, K, Q, D = q.shape
     _need(fmt.num_kv_heads == K, "q: KV heads", fmt.num_kv_heads, K)
     _need(fmt.query_width == D, "q: channels", fmt.query_width, D)
@@ -119,6 +146,8 @@ def _check(q, pages, table, lengths, *, fmt, queries=1, window=None, positions=N
     _need(queries > 0 and Q % queries == 0, "queries", f"a divisor of Q={Q}", queries)
     _need(window is None or window > 0, "window", "None or a positive int", window)
     _need(window is None or positions is not None, "window", "positions beside it", None)
+    if turn is not None:
+        _check_turn(turn, fmt, rows=B)
 
 
 def _need(ok: bool, field: str, expected: object, got: object) -> None:

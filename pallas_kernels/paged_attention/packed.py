@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.codes.base import LANES
 from pallas_kernels.pages import PageFormat
 from pallas_kernels.softmax import MASKED, Partial, merge
+from pallas_kernels.turn import Turn, cos_sin, turned
 
 
 def paged_attention_xla(
@@ -26,6 +27,7 @@ def paged_attention_xla(
     queries: int = 1,
     window: int | None = None,
     softcap: float | None = None,
+    turn: Turn | None = None,
     logits: bool = False,
 ) -> tuple[Partial, Float[Array, "B K Q S"] | None]:
     """See `paged_attention` and `paged_attention_logits`; scores only if asked for."""
@@ -39,6 +41,9 @@ def paged_attention_xla(
         inside = (ids >= 0) & (ids < pages.shape[0]) & (m * LANES < lengths)
         k, v = fmt.keys_values(pages[jnp.where(inside, ids, 0)])  # B K S D, B K S H
         token = m * LANES + jnp.arange(LANES)
+        if turn is not None:
+            angles = cos_sin(turn, turn.start[:, None] + token[None])
+            k = turned(k, *(x[:, None] * turn.factor for x in angles), axis=-1)
         v = jnp.where((token[None] < lengths[:, None])[:, None, :, None], v, 0)
         s = jnp.einsum("bkqd,bksd->bkqs", q, k, precision="highest") * scale
         s = s if softcap is None else softcap * jnp.tanh(s / softcap)

@@ -22,6 +22,7 @@ from pallas_kernels.paged_attention.packed import seen_tokens
 from pallas_kernels.paged_attention.tpu_kernel import EMPTY, Options, paged_attention_kernel
 from pallas_kernels.pages import PageFormat
 from pallas_kernels.softmax import MASKED, Partial
+from pallas_kernels.turn import Turn, cos_sin, turned_back
 
 LOG2E = math.log2(math.e)
 #: Bytes of VMEM for a program's queries and outputs; its sequences are limited to fit.
@@ -42,6 +43,7 @@ def paged_attention_tpu(
     queries: int = 1,
     window: int | None = None,
     softcap: float | None = None,
+    turn: Turn | None = None,
     logits: bool = False,
     block_pages: int | None = None,
     interpret: Any = False,
@@ -49,7 +51,10 @@ def paged_attention_tpu(
     """See `paged_attention` and `paged_attention_logits`. block_pages: C, pages of a block."""
     B, K, Q, D = q.shape
     rows = -(-Q // 8) * 8
-    q = jnp.pad(q.astype(jnp.bfloat16), ((0, 0), (0, 0), (0, rows - Q), (0, 0)))
+    q = q.astype(jnp.bfloat16)
+    if turn is not None:  # the kernel turns it further, and rounds it then
+        q = turned_back(q.astype(jnp.float32), turn)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - Q), (0, 0)))
     batch, programs = _split(B, K * rows * (D + fmt.head_dim) * 8)
     options = make_options(
         fmt, rows, scale=scale, batch=batch, table_pages=table.shape[1], block_pages=block_pages
@@ -61,17 +66,17 @@ def paged_attention_tpu(
         causal=positions is not None,
         queries=queries,
         scored=-(-table.shape[1] // options.pages) if logits else 0,
+        half=0 if turn is None else turn.frequencies.shape[0],
     )
     starts = lengths if positions is None else positions
     scalars = _schedule(table, lengths, starts, options, programs)
     q = jnp.pad(q, ((0, programs * batch - B), (0, 0), (0, 0), (0, 0)))
-    outputs = _call(q, pages, scalars, options, interpret)
+    angles = () if turn is None else _angles(turn, table.shape[1])
+    outputs = _call(q, pages, angles, scalars, options, interpret)
     acc, stats, loose, *scores = (x[:B].reshape(B, K, -1, *x.shape[2:]) for x in outputs)
     top, mass, acc = stats[..., :Q, 0] / LOG2E, stats[..., :Q, 1], acc[..., :Q, :]
     if fmt.v.needs_sums:
-        sums = jnp.sum(loose.reshape(B, K, fmt.v.groups, rows, LANES)[..., :Q, :], axis=-1)
-        each = fmt.head_dim // fmt.v.groups
-        acc = acc + jnp.repeat(jnp.moveaxis(sums, 2, -1), each, axis=-1)
+        acc = acc + _loose_sums(loose.reshape(B, K, fmt.v.groups, rows, LANES)[..., :Q, :], fmt)
     part = Partial(acc, jnp.where(top <= EMPTY / LOG2E, MASKED, top), mass)
     if not logits:
         return part, None
@@ -79,6 +84,12 @@ def paged_attention_tpu(
     seen = seen_tokens(token, lengths, positions, Q, queries, window)
     scores = scores[0][..., :Q, : token.size]  # blocks that were not visited hold anything
     return part, jnp.where(seen, scores / LOG2E, MASKED)
+
+
+def _loose_sums(loose: Float[Array, "B K n Q 128"], fmt: PageFormat) -> Float[Array, "B K Q H"]:
+    """What each group of channels still gets."""
+    sums = jnp.moveaxis(jnp.sum(loose, axis=-1), 2, -1)
+    return jnp.repeat(sums, fmt.head_dim // fmt.v.groups, axis=-1)
 
 
 def make_options(
@@ -135,8 +146,15 @@ def _schedule(table, lengths, positions, o: Options, programs: int) -> tuple[Arr
     return table, end, positions, first, count, total
 
 
+def _angles(turn: Turn, table_pages: int) -> tuple[Array, Array]:
+    """cos and sin of each page's first token, and of the places in a page, tokens last."""
+    pages = cos_sin(turn, jnp.arange(table_pages) * LANES)
+    places = [x.T for x in cos_sin(turn, jnp.arange(LANES))]
+    return jnp.stack(pages), jnp.stack(places)
+
+
 def grid_spec(
-    o: Options, q_shape: tuple[int, ...], *, programs: int, scalars: int
+    o: Options, q_shape: tuple[int, ...], *, angles: int, programs: int, scalars: int
 ) -> tuple[pltpu.PrefetchScalarGridSpec, list[jax.ShapeDtypeStruct]]:
     """Blocks, buffers and outputs of the kernel: acc, (top, mass), loose sums, and scores."""
     _, K, R, D = q_shape
@@ -156,7 +174,11 @@ def grid_spec(
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=scalars,
         grid=(programs,),
-        in_specs=[whole(K, R, D), pl.BlockSpec(memory_space=pl.ANY)],
+        in_specs=[
+            whole(K, R, D),
+            pl.BlockSpec(memory_space=pl.ANY),
+            *[pl.BlockSpec(memory_space=pltpu.VMEM)] * angles,
+        ],
         out_specs=out_specs,
         scratch_shapes=[
             pltpu.VMEM((o.buffers, o.pages, fmt.rows, LANES), jnp.int32),
@@ -172,9 +194,11 @@ def grid_spec(
     return grid, [jax.ShapeDtypeStruct((batch, *shape), jnp.float32) for shape in outputs]
 
 
-def _call(q, pages, scalars, o: Options, interpret):
+def _call(q, pages, angles, scalars, o: Options, interpret):
     programs = scalars[-1].shape[0]
-    grid, outputs = grid_spec(o, q.shape, programs=programs, scalars=len(scalars))
+    grid, outputs = grid_spec(
+        o, q.shape, angles=len(angles), programs=programs, scalars=len(scalars)
+    )
     return pl.pallas_call(
         functools.partial(paged_attention_kernel, o=o),
         grid_spec=grid,
@@ -186,4 +210,4 @@ def _call(q, pages, scalars, o: Options, interpret):
         ),
         name="paged_attention",
         interpret=interpret,
-    )(*scalars, q, pages)
+    )(*scalars, q, pages, *angles)

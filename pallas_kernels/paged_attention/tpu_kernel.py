@@ -28,6 +28,7 @@ from pallas_kernels.codes.base import LANES, ROWS_BY_LANES, fold, matmul
 from pallas_kernels.codes.uniform import BFloat16, Float8
 from pallas_kernels.pages import KeyPart, PageFormat
 from pallas_kernels.softmax import MASKED
+from pallas_kernels.turn import turned
 
 #: Running maximum before any key. Above MASKED by so much that a masked score's weight is 0.
 EMPTY = MASKED / 2
@@ -47,6 +48,7 @@ class Options:
     buffers: int
     batch: int  # sequences of a program
     scored: int  # blocks of a row in the output of scores; 0: it is not asked for
+    half: int = 0  # pairs of channels that are turned, in keys stored before RoPE
 
     @property
     def tokens(self) -> int:
@@ -116,6 +118,8 @@ class Step:
         self._count = lambda row: count[self._base + row]
         self.total = total[g]
         self.q, self.pages = q, pages
+        if o.half:  # cos and sin of pages' first tokens, and of the places in a page
+            (self.page_angles, self.place_angles), rest = rest[:2], rest[2:]
         if o.scored:
             self.scores_out, self.kept, self.kept_sems = rest[3], *rest[-2:]
             rest = (*rest[:3], *rest[4:-2])
@@ -225,19 +229,34 @@ class Step:
         parts = [(part, self._side(slot, part.side, part.code.halves)) for part in o.fmt.key_parts]
         out = []
         for k in range(self.K):
-            q = self.q[at.row, k]
-            each = [self._part_scores(part, q, k, side[k], slot) for part, side in parts]
+            each = [self._part_scores(part, at, k, side[k], slot) for part, side in parts]
             out.append(functools.reduce(operator.add, each))
         s = jnp.concatenate(out, axis=0)
         if o.softcap is not None:
             s = o.softcap * jnp.tanh(s * (1.0 / o.softcap))
         self.s[...] = s
 
-    def _part_scores(self, part: KeyPart, q, k: int, side: list[Array], slot) -> Array:
-        code, q = part.code, q[:, part.start : part.stop]
+    def _part_scores(self, part: KeyPart, at: Cursor, k: int, side: list[Array], slot) -> Array:
+        if self.o.half:
+            pages = [self._turned_scores(part, at, k, i, side, slot) for i in range(self.o.pages)]
+            return jnp.concatenate(pages, axis=1)
+        code, q = part.code, self.q[at.row, k][:, part.start : part.stop]
         words = self._across(slot, k * self.fmt.head_rows + part.row, part.rows)
         sums = _channel_sums(q, code.groups) if code.needs_sums else []
         return code.scores(q, sums, words, side, self.o.factor)
+
+    def _turned_scores(
+        self, part: KeyPart, at: Cursor, k: int, i: int, side: list[Array], slot
+    ) -> Array:
+        """Of page i of a block: the queries go back by its first token's angles, keys forward by
+        their places in it."""
+        page = jnp.minimum(at.block * self.o.pages + i, self.page_angles.shape[1] - 1)
+        cos, sin = (self.page_angles[j, pl.ds(page, 1)] for j in range(2))
+        q = turned(self.q[at.row, k], cos, -sin, axis=1).astype(jnp.bfloat16)
+        words = self.buffer[slot, i, pl.ds(k * self.fmt.head_rows + part.row, part.rows)]
+        own = [x[:, i * LANES : (i + 1) * LANES] for x in side]
+        cos, sin = self.place_angles[0], self.place_angles[1]
+        return part.code.turned_scores(q, words, own, cos, sin, self.o.factor)
 
     def softmax(self, at: Cursor, t) -> None:
         s = jnp.where(self._seen(at), self.s[...], MASKED)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheConfig, MLAConfig, cache_report
+from kvjax import CacheConfig, MLAConfig, RopeConfig, cache_report
 from kvjax.cache import format_report, init_cache
+from kvjax.cache.build import group_specs
 from kvjax.plan import cache_bytes
 from kvjax.sharing import cla
 from pallas_kernels.paged_attention import gpu
@@ -112,6 +113,56 @@ def test_a_prompt_that_was_evicted_from(tiny):
     assert np.abs(got - expected).max() < CLOSE * np.abs(expected).max()
 
 
+YARN = RopeConfig(type="yarn", factor=4.0, original_max_position_embeddings=256)
+
+
+@pytest.mark.parametrize(
+    ("codec", "calls", "fields"),
+    [
+        ("int8", [400, 300, 1], {"rope": YARN, "no_rope_layers": (1,)}),
+        # the last call goes tile by tile
+        ("int4", [300, 300], {"layer_types": (SLIDING, FULL), "sliding_window": 200}),
+    ],
+)
+def test_a_stream_turns_its_keys_in_the_pages(tiny, codec, calls, fields):
+    """Of two rows the second is shorter than the stream."""
+    model = tiny(**BASE | fields, form="stacked")
+    tokens, lengths = tokens_of(model, (2, sum(calls))), np.array([sum(calls), 330])
+    config = {"k": codec, "v": "int8", "recent": 8, "evict": "streaming:4+420"}
+    same = {"tokens": tokens, "calls": calls, "lengths": lengths}
+    expected, _ = run(model, CacheConfig(**config, kernel="xla"), **same)
+    got, cache = run(model, CacheConfig(**config, kernel="tpu-v5e"), **same)
+    assert {group.spec.kernel for group in cache.groups} == {"tpu"}
+    assert np.abs(got - expected).max() < CLOSE * np.abs(expected).max()
+
+
+def test_keys_that_the_kernel_cannot_turn(tiny):
+    def made(codec, evict="streaming:4+300", **fields):
+        config = CacheConfig(
+            k=codec,
+            v=codec if "mla" in fields else "int8",
+            evict=evict,
+            kernel="tpu-v6e",
+            mla_rope_bits=8 if "mla" in fields else None,
+        )
+        model = tiny(**BASE | fields).config
+        return group_specs(model, max_len=900, config=config, dtype="float32")
+
+    dynamic = RopeConfig(type="dynamic", factor=2.0, original_max_position_embeddings=256)
+    for codec, fields, reason in (
+        ("turboquant4", {}, "turboquant4 has them in a basis of its own"),
+        ("int4-hadamard", {}, "int4-hadamard has them in a basis"),
+        ("kvquant4", {"evict": "keydiff:300"}, "each head of an evicted prompt has positions"),
+        ("kivi4", {}, "KiviKey has them in a form that no angle turns"),
+        ("int8", {"rope": dynamic}, "frequencies of rope.type='dynamic' differ by row"),
+        ("int8", {"rope_interleave": True}, "halves, not neighbours"),
+        ("int8", {"head_dim": 24}, "needs a multiple of 8 pairs"),
+        ("int8", KINDS["mla"], "not those of latents"),
+    ):
+        with pytest.raises(ValueError, match=f"kernel: .*turned keys: .*{reason}"):
+            made(codec, **fields)
+
+
 def test_no_buffer_stands_twice_in_a_cache(tiny):
     """It is donated at every step."""
     config = CacheConfig(k="int8", v="int8", kernel="tpu-v5e")
@@ -162,7 +213,6 @@ def test_what_no_kernel_takes_is_refused_by_name_and_said_otherwise(tiny):
     for fields, reason in (
         ({"k": "turboquant5", "v": "int8"}, "turboquant"),
         ({"k": "int8", "v": "int8", "page_size": 64}, "page_size"),
-        ({"k": "int8", "v": "int8", "evict": "streaming:4+300"}, "keys before RoPE"),
     ):
         with pytest.raises(ValueError, match=f"kernel: .*{reason}"):
             made(kernel="tpu-v6e", **fields)

@@ -80,7 +80,7 @@ MODELS = {
 GIB = 2**30
 
 
-def compiled(name, chip, codec, *, batch=8, tokens=8192, **fields):
+def compiled(name, chip, codec, *, batch=8, tokens=8192, evict=None, **fields):
     """(the compiled step, its cache's shapes)."""
     config = ModelConfig(**MODELS[name] | {"max_position_embeddings": tokens} | fields)
 
@@ -88,7 +88,7 @@ def compiled(name, chip, codec, *, batch=8, tokens=8192, **fields):
         return Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16", form="stacked")
 
     graphdef, state = nnx.split(nnx.eval_shape(make))
-    cache_config = CacheConfig(k=codec, v=codec, kernel=f"tpu-{chip}")
+    cache_config = CacheConfig(k=codec, v=codec, kernel=f"tpu-{chip}", evict=evict)
 
     def empty():
         return init_cache(
@@ -125,6 +125,13 @@ def assert_decodes_in_place(step, cache, *, memory):
 )
 def test_decode_on_a_v5e(name, codec):
     assert_decodes_in_place(*compiled(name, "v5e", codec), memory=15.75 * GIB)
+
+
+@pytest.mark.slow
+def test_a_stream_on_a_v5e():
+    """Its keys are turned in the kernel."""
+    step, cache = compiled("qwen3-0.6b", "v5e", "int8", evict="streaming:4+4092")
+    assert_decodes_in_place(step, cache, memory=15.75 * GIB)
 
 
 @pytest.mark.slow
