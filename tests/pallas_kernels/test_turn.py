@@ -68,7 +68,7 @@ def seen(lengths, S, Q):
     ["bf16", "int8-narrow", "int4-low-narrow", "int4-low-pairs", "int4-groups", "fp8-e5m2"]
     + [
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("int8", "int4-pairs", "int4-low", "fp8-e4m3", "mixed")
+        for name in ("int8", "int4-pairs", "int4-low", "fp8-e4m3", "turboquant4", "smooth3")
     ],
 )
 def test_every_code(name, implementation):
