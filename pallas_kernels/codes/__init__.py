@@ -23,5 +23,7 @@ def for_generation(code: Code, generation: int) -> Code:
     if type(code) is Codebook and generation >= 6 and meets(code.table):
         return Smooth(code.bits, table=code.table)
     if type(code) in (Symmetric, Asymmetric, KiviKey) and code.bits < 8:
-        return dataclasses.replace(code, order="adjacent" if generation >= 6 else "pairs")
+        code = dataclasses.replace(code, order="adjacent" if generation >= 6 else "pairs")
+    if type(code) in (Symmetric, Asymmetric, Float8) and code.groups == 1:
+        code = dataclasses.replace(code, narrow=generation >= 6)
     return code

@@ -39,11 +39,13 @@ ROWS_BY_LANES = (((1,), (1,)), ((), ()))  # a @ b.T
 @dataclasses.dataclass(frozen=True)
 class Code(abc.ABC):
     """bits: of an entry. groups: of channels, each with a scale (and low) per token. order: of
-    `words.py`; `codes.for_generation` picks it."""
+    `words.py`. narrow: keys are turned in bfloat16, for chips with its arithmetic; the error is
+    0.2 % of the scores' spread. `codes.for_generation` picks both."""
 
     bits: int
     groups: int = 1
     order: str = "adjacent"
+    narrow: bool = False
     has_scale: ClassVar[bool] = True
     has_low: ClassVar[bool] = False
     #: keys may be stored before RoPE: `turned_scores`
@@ -51,6 +53,7 @@ class Code(abc.ABC):
 
     def __post_init__(self):
         need(self.order in packing.ORDERS, "order", f"one of {packing.ORDERS}", self.order)
+        need(self.groups == 1 or not self.narrow, "narrow", "False with groups", self.narrow)
 
     # --- the page ---------------------------------------------------------------------------------
 
@@ -152,28 +155,33 @@ class Code(abc.ABC):
             parts.append(part)
         return functools.reduce(operator.add, parts)
 
+    @property
+    def needs_turned_sums(self) -> bool:
+        """`turned_scores` wants the product of the query with turned ones."""
+        return self.has_low and self.groups == 1
+
     def turned_scores(
         self,
         q: Float[Array, "R H"],
+        sums: Float[Array, "R S"] | None,
         words: Int[Array, "W S"],
         side: list[Array],
         cos: Float[Array, "half S"],
         sin: Float[Array, "half S"],
         factor: float,
     ) -> Float[Array, "R S"]:
-        """`scores` of keys that are turned first, in float32, each token by its own angles. A scale
-        that all channels share comes after the product, as there, and a low times that of ones."""
-        x = self.numbers(words).astype(jnp.float32)
+        """`scores` of keys that are turned first, each token by its own angles. A scale and a low
+        that all channels share come after the product, as there. sums: of q with turned ones."""
+        kind = jnp.bfloat16 if self.narrow else jnp.float32
+        x = self.numbers(words).astype(kind)
         x = x + self.bias if self.bias else x
         x = self._scaled(x, side) if self.groups > 1 else x
-        s = matmul(q, turned(x, cos, sin, axis=0).astype(jnp.bfloat16)) * factor
+        x = turned(x, cos.astype(kind), sin.astype(kind), axis=0)
+        s = matmul(q, x.astype(jnp.bfloat16)) * factor
         if self.groups > 1 or not self.has_scale:
             return s
         s = s * side[0]
-        if self.has_low:
-            ones = turned(jnp.ones_like(x), cos, sin, axis=0).astype(jnp.bfloat16)
-            s = s + matmul(q, ones) * (side[1] * factor)
-        return s
+        return s if sums is None else s + sums * (side[1] * factor)
 
     def _scaled(self, x: Float[Array, "H S"], side: list[Array]) -> Float[Array, "H S"]:
         """Of `tile + bias` the values, channels down."""

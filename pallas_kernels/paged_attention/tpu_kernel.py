@@ -238,25 +238,34 @@ class Step:
 
     def _part_scores(self, part: KeyPart, at: Cursor, k: int, side: list[Array], slot) -> Array:
         if self.o.half:
-            pages = [self._turned_scores(part, at, k, i, side, slot) for i in range(self.o.pages)]
-            return jnp.concatenate(pages, axis=1)
+            return self._turned_scores(part, at, k, side, slot)
         code, q = part.code, self.q[at.row, k][:, part.start : part.stop]
         words = self._across(slot, k * self.fmt.head_rows + part.row, part.rows)
         sums = _channel_sums(q, code.groups) if code.needs_sums else []
         return code.scores(q, sums, words, side, self.o.factor)
 
-    def _turned_scores(
-        self, part: KeyPart, at: Cursor, k: int, i: int, side: list[Array], slot
-    ) -> Array:
-        """Of page i of a block: the queries go back by its first token's angles, keys forward by
+    def _turned_scores(self, part: KeyPart, at: Cursor, k: int, side: list[Array], slot) -> Array:
+        """Of each page the queries go back by its first token's angles, and its keys forward by
         their places in it."""
+        code, R, pages = part.code, self.R, range(self.o.pages)
+        cos, sin = self.place_angles[0], self.place_angles[1]
+        queries, sums, out = [self._query(at, k, i) for i in pages], None, []
+        if code.needs_turned_sums:
+            ones = turned(jnp.ones((part.stop - part.start, LANES)), cos, sin, axis=0)
+            every = jnp.concatenate(queries, axis=0).astype(jnp.bfloat16)
+            sums = matmul(every, ones.astype(jnp.bfloat16))
+        for i in pages:
+            words = self.buffer[slot, i, pl.ds(k * self.fmt.head_rows + part.row, part.rows)]
+            own = [x[:, i * LANES : (i + 1) * LANES] for x in side]
+            total = None if sums is None else sums[i * R : (i + 1) * R]
+            q = queries[i].astype(jnp.bfloat16)
+            out.append(code.turned_scores(q, total, words, own, cos, sin, self.o.factor))
+        return jnp.concatenate(out, axis=1)
+
+    def _query(self, at: Cursor, k: int, i: int) -> Float[Array, "R H"]:
         page = jnp.minimum(at.block * self.o.pages + i, self.page_angles.shape[1] - 1)
         cos, sin = (self.page_angles[j, pl.ds(page, 1)] for j in range(2))
-        q = turned(self.q[at.row, k], cos, -sin, axis=1).astype(jnp.bfloat16)
-        words = self.buffer[slot, i, pl.ds(k * self.fmt.head_rows + part.row, part.rows)]
-        own = [x[:, i * LANES : (i + 1) * LANES] for x in side]
-        cos, sin = self.place_angles[0], self.place_angles[1]
-        return part.code.turned_scores(q, words, own, cos, sin, self.o.factor)
+        return turned(self.q[at.row, k], cos, -sin, axis=1)
 
     def softmax(self, at: Cursor, t) -> None:
         s = jnp.where(self._seen(at), self.s[...], MASKED)

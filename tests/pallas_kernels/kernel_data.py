@@ -50,6 +50,8 @@ CODES: dict[str, tuple[Code, Code]] = {
     "int4-pairs": (Symmetric(4, order="pairs"), Symmetric(4, order="pairs")),
     "int4-low": (Asymmetric(4), Asymmetric(4)),
     "int4-low-pairs": (Asymmetric(4, order="pairs"), Asymmetric(4, order="pairs")),
+    "int8-narrow": (Symmetric(8, narrow=True), Symmetric(8)),
+    "int4-low-narrow": (Asymmetric(4, narrow=True), Asymmetric(4)),
     "int4-groups": (Asymmetric(4, groups=2), Symmetric(4, groups=2)),
     "fp8-e4m3": (Float8(), Float8()),
     "fp8-e5m2": (Float8(format="float8_e5m2"), Float8(format="float8_e5m2")),

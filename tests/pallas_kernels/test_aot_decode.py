@@ -128,9 +128,10 @@ def test_decode_on_a_v5e(name, codec):
 
 
 @pytest.mark.slow
-def test_a_stream_on_a_v5e():
+@pytest.mark.parametrize(("chip", "codec"), [("v5e", "int8"), ("v6e", "int4")])
+def test_a_stream(chip, codec):
     """Its keys are turned in the kernel."""
-    step, cache = compiled("qwen3-0.6b", "v5e", "int8", evict="streaming:4+4092")
+    step, cache = compiled("qwen3-0.6b", chip, codec, evict="streaming:4+4092")
     assert_decodes_in_place(step, cache, memory=15.75 * GIB)
 
 

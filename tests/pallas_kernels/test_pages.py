@@ -28,10 +28,13 @@ def test_bits_of_a_page():
         assert 8 * fmt.page_bytes / (2 * 8 * 128 * 128) == expected
 
 
-def test_the_order_follows_the_chip():
+def test_the_form_follows_the_chip():
     assert for_generation(Symmetric(4), 5).order == "pairs"
     assert for_generation(Symmetric(4), 6).order == "adjacent"
     assert for_generation(Symmetric(8), 5).order == "adjacent"
+    assert for_generation(Symmetric(8), 6).narrow
+    assert not for_generation(Symmetric(8), 5).narrow
+    assert not for_generation(Symmetric(8, groups=2), 6).narrow
     for bits in (2, 3, 4):
         normal = Codebook(bits, table=lloyd_max(bits))
         assert for_generation(normal, 5) == normal

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from kernel_data import CODES, dense, latent_pool, random_pool
 
 from pallas_kernels import aot
@@ -65,8 +66,11 @@ def seen(lengths, S, Q):
 @pytest.mark.parametrize("implementation", ["tpu", "xla"])
 @pytest.mark.parametrize(
     "name",
-    ["bf16", "int8", "int4-pairs", "int4-low", "int4-groups", "fp8-e5m2"]
-    + [pytest.param(n, marks=pytest.mark.slow) for n in ("int4-low-pairs", "fp8-e4m3", "mixed")],
+    ["bf16", "int8-narrow", "int4-low-narrow", "int4-low-pairs", "int4-groups", "fp8-e5m2"]
+    + [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("int8", "int4-pairs", "int4-low", "fp8-e4m3", "turboquant4", "smooth3")
+    ],
 )
 def test_every_code(name, implementation):
     """Three queries of a head, ragged rows, each from a place of its own: the last page is partly
@@ -125,6 +129,24 @@ def test_far_places_keep_the_distances():
     )
     np.testing.assert_allclose(near.top, far.top, atol=0.05)
     np.testing.assert_allclose(finish(near), finish(far), atol=0.05)
+
+
+def test_no_race_and_nothing_unused_is_seen():
+    """NaN in memory that nothing was copied to, and in keys past the end of each row."""
+    pool = random_pool("bf16", K=2, H=64, B=2, M=3)
+    q, lengths, start, freq = queries(pool, 2), [300, 140], [7, 900], frequencies(32)
+    for row, length in enumerate(lengths):
+        page = pool.table[row, length // 128]
+        for first in range(0, pool.fmt.side_row, pool.fmt.head_rows):
+            keys = slice(first, first + pool.fmt.key_rows)
+            pool.pages = pool.pages.at[page, keys, length % 128 :].set(-1)
+    strict = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    arrays = (q, pool.pages, pool.table, jnp.asarray(lengths, jnp.int32))
+    turn = Turn(jnp.asarray(start), jnp.asarray(freq))
+    options = {"fmt": pool.fmt, "scale": 0.06, "turn": turn, "block_pages": 1}
+    part = paged_attention_tpu(*arrays, interpret=strict, **options)
+    keys = turned(pool.k, start, freq)
+    assert_close(part, dense(q, keys, pool.v, seen(lengths, 384, 2), scale=0.06))
 
 
 def test_what_does_not_turn_is_refused_with_the_reason():
