@@ -59,7 +59,7 @@ def _seal(group: LayerGroup, k: Array, v: Array, length: Array, new: Array) -> L
 
         def encode(codec, params, exact, chunk):
             x = _tokens(spec, exact, chunk, row, token, length[row])  # slots K S H
-            return jax.vmap(codec.encode)(x, params)
+            return jax.vmap(codec.encode if spec.packed is None else codec.quantise)(x, params)
 
         k_rows = jnp.swapaxes(group.k_exact, 3, 4)
         k_codes = encode(spec.k_codec, group.k_params, k_rows, k)
@@ -75,12 +75,23 @@ def _tokens(
     spec: GroupSpec, exact: Array, chunk: Array, row: Array, token: Array, length: Array
 ) -> Float[Array, "slots K S H"]:
     """The exact keys or values of consecutive tokens of one row, from the ring or the chunk."""
-    ring = jax.lax.dynamic_index_in_dim(exact, row, axis=1, keepdims=False)  # slots K E H
+    T, S = chunk.shape[2], token.shape[0]
     fresh = jax.lax.dynamic_index_in_dim(chunk, row, axis=1, keepdims=False)  # slots T K H
-    old = jnp.take(ring, spec.exact_slot(token), axis=2)
-    at = jnp.clip(token - length, 0, chunk.shape[2] - 1)
-    now = jnp.moveaxis(jnp.take(fresh, at, axis=1), 1, 2)
-    return jnp.where((token < length)[None, None, :, None], old, now)
+
+    def from_both() -> Array:
+        ring = jax.lax.dynamic_index_in_dim(exact, row, axis=1, keepdims=False)  # slots K E H
+        old = jnp.take(ring, spec.exact_slot(token), axis=2)
+        now = jnp.moveaxis(jnp.take(fresh, jnp.clip(token - length, 0, T - 1), axis=1), 1, 2)
+        return jnp.where((token < length)[None, None, :, None], old, now)
+
+    if T < S:
+        return from_both()
+
+    def from_chunk() -> Array:
+        now = jax.lax.dynamic_slice_in_dim(fresh, token[0] - length, S, axis=1)
+        return jnp.moveaxis(now, 1, 2)
+
+    return jax.lax.cond(token[0] >= length, from_chunk, from_both)
 
 
 def _write_token(spec, exact, x, length, new, *, tokens_last: bool) -> Array:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from kvjax.cache.spec import GroupSpec
-from kvjax.codecs import packing
 from kvjax.codecs.base import Codec, Codes
 from kvjax.codecs.codebook import lloyd_max
 from kvjax.codecs.fp8 import Fp8
@@ -63,7 +62,7 @@ def tile_code(codec: Codec, spec: GroupSpec, dim: int) -> tiles.Code:
 
 
 def pack_page(fmt: PageFormat, spec: GroupSpec, k: Codes, v: Codes) -> Int32[Array, "*lead r 128"]:
-    """A page of the codes that the group's codecs encoded: leaves `[..., K, ...]`."""
+    """A page of what the group's codecs quantised (`Codec.quantise`): leaves `[..., K, ...]`."""
     k_leaves, v_leaves = (
         _KNOWN[type(codec)][1](codec, codes)
         for codec, codes in ((spec.k_codec, k), (spec.v_codec, v))
@@ -91,7 +90,7 @@ def _int_code(codec: Int, dtype: Any, dim: int) -> tiles.Code | None:
 
 
 def _int_leaves(codec: Int, codes: Codes) -> Codes:
-    q = packing.unpack(codes["words"], codec.bits).astype(jnp.int32)
+    q = codes["words"].astype(jnp.int32)
     return codes | {"q": q - codec._zero if codec.symmetric else q}
 
 
@@ -110,7 +109,7 @@ def _kivi_value_code(codec: KiviValue, dtype: Any, dim: int) -> tiles.Code | Non
 
 
 def _words_leaves(codec: KiviKey | KiviValue | TurboQuant, codes: Codes) -> Codes:
-    return codes | {"q": packing.unpack(codes["words"], codec.bits)}
+    return codes | {"q": codes["words"]}
 
 
 def _turboquant_code(codec: TurboQuant, dtype: Any, dim: int) -> tiles.Code | None:
@@ -129,7 +128,7 @@ def _qjl_code(codec: QjlKey, dtype: Any, dim: int) -> tiles.Code | None:
 
 def _qjl_leaves(codec: QjlKey, codes: Codes) -> Codes:
     tags = ("", "_outlier") if codec.num_outliers else ("",)
-    signs = [packing.unpack(codes[f"words{tag}"], 1) for tag in tags]
+    signs = [codes[f"words{tag}"] for tag in tags]
     norms = [codes[f"norm{tag}"] for tag in tags]
     return {"q": jnp.concatenate(signs, axis=-1), "scale": jnp.stack(norms, axis=-2)}
 

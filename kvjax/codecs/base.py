@@ -66,6 +66,11 @@ class Codec(abc.ABC):
     def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
         """Codes of T tokens. Pure, deterministic; each leaf keeps the leading axes of `x`."""
 
+    def quantise(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
+        """`encode` before codes are packed: leaves `words*` hold a code for each token and channel,
+        uint32 `[..., K, T, H]`. For kernels with words of their own."""
+        return self.encode(x, params)
+
     @abc.abstractmethod
     def decode(self, codes: Codes, params: Params, dtype: Any) -> Float[Array, "*lead T R"]:
         """What the codes stand for, in the codec's own (perhaps rotated) space of R channels."""

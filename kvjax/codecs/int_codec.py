@@ -60,6 +60,9 @@ class Int(Codec):
             rotation.check(head_dim)
 
     def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
+        return packing.pack_leaves(self.quantise(x, params), self.bits)
+
+    def quantise(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
         x = self._rotate(x.astype(jnp.float32))
         parts = split_channels(x, self.group or x.shape[-1])
         if self.symmetric:
@@ -68,7 +71,7 @@ class Int(Codec):
         else:
             codes, scale, low = affine(parts, bits=self.bits, axis=-1, dtype=self.scale_dtype)
             side = {"scale": to_rows(scale), "low": to_rows(low)}
-        return {"words": packing.pack(codes.reshape(x.shape), self.bits), **side}
+        return {"words": codes.reshape(x.shape), **side}
 
     def decode(self, codes: Codes, params: Params, dtype: Any) -> Float[Array, "*lead T H"]:
         q = packing.unpack(codes["words"], self.bits)

@@ -40,10 +40,13 @@ class KiviKey(Codec):
         packing.check(self.bits, page_size)
 
     def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
+        return packing.pack_leaves(self.quantise(x, params), self.bits)
+
+    def quantise(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
         *lead, T, H = x.shape
         blocks = x.astype(jnp.float32).reshape(*lead, T // self.group, self.group, H)
         codes, scale, low = affine(blocks, bits=self.bits, axis=-2, dtype=self.scale_dtype)
-        words = packing.pack(codes.reshape(x.shape), self.bits)
+        words = codes.reshape(x.shape)
         return {"words": words, "scale": scale[..., 0, :], "low": low[..., 0, :]}
 
     def decode(self, codes: Codes, params: Params, dtype: Any) -> Float[Array, "*lead T H"]:
@@ -73,9 +76,12 @@ class KiviValue(Codec):
         packing.check(self.bits, page_size)
 
     def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
+        return packing.pack_leaves(self.quantise(x, params), self.bits)
+
+    def quantise(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
         parts = split_channels(x.astype(jnp.float32), self.group)
         codes, scale, low = affine(parts, bits=self.bits, axis=-1, dtype=self.scale_dtype)
-        words = packing.pack(codes.reshape(x.shape), self.bits)
+        words = codes.reshape(x.shape)
         return {"words": words, "scale": to_rows(scale), "low": to_rows(low)}
 
     def decode(self, codes: Codes, params: Params, dtype: Any) -> Float[Array, "*lead T H"]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax import lax
@@ -42,6 +43,11 @@ def pack(codes: UInt32[Array, "*lead T H"], bits: int) -> UInt32[Array, "*lead W
         sections.append(_pack_plane((codes >> offset) & (2**width - 1), width))
         offset += width
     return jnp.concatenate(sections, axis=-2)
+
+
+def pack_leaves(codes: Mapping[str, Array], bits: int) -> dict[str, Array]:
+    """The leaves `words*` packed, the others as they are."""
+    return {n: pack(c, bits) if n.startswith("words") else c for n, c in codes.items()}
 
 
 def unpack(words: UInt32[Array, "*lead W H"], bits: int) -> UInt32[Array, "*lead T H"]:

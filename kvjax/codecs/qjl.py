@@ -52,11 +52,14 @@ class QjlKey(Codec):
         packing.check(1, page_size)
 
     def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
+        return packing.pack_leaves(self.quantise(x, params), 1)
+
+    def quantise(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
         codes = {}
         for tag, piece, rows in self._split(x.astype(jnp.float32), params):
             signs = sign_bits(project(self._matrix(x.shape[-1], rows), piece))
             rms = jnp.sqrt(jnp.mean(piece**2, axis=-1))
-            codes[f"words{tag}"] = packing.pack(signs, 1)
+            codes[f"words{tag}"] = signs
             codes[f"norm{tag}"] = as_scale(rms, self.scale_dtype)
         return codes
 

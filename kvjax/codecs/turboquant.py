@@ -52,10 +52,13 @@ class TurboQuant(Codec):
         rotation.check(head_dim)
 
     def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
+        return packing.pack_leaves(self.quantise(x, params), self.bits)
+
+    def quantise(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
         y = rotation.rotate(x.astype(jnp.float32), self.seed)
         codes, scale = quantise(y, bits=self.bits, scale=self.scale)
         scale = as_scale(scale[..., 0], self.scale_dtype)
-        return {"words": packing.pack(codes, self.bits), "scale": scale}
+        return {"words": codes, "scale": scale}
 
     def decode(self, codes: Codes, params: Params, dtype: Any) -> Float[Array, "*lead T H"]:
         levels = codebook.lookup(
