@@ -94,15 +94,16 @@ def test_long_prompts_go_blockwise(tiny):
         out = jnp.einsum("bkgts,bskh->bkgth", jax.nn.softmax(jnp.where(mask, scores, -1e30)), v)
         return jnp.sum(jnp.where(real, jnp.sin(out), 0.0)), out
 
-    want, want_out = dense(q, k, v)
-    want_grad = jax.grad(lambda *a: dense(*a)[0], (0, 1, 2))(q, k, v)
+    def both(f, **static):
+        return jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True), **static)
+
+    (want, want_out), want_grad = both(dense)(q, k, v)
     for block in (512, 16):
-        got, out = total(q, k, v, block)
+        (got, out), grad = both(total, static_argnums=3)(q, k, v, block)
         np.testing.assert_allclose(got, want, rtol=1e-5)
         np.testing.assert_allclose(
             jnp.where(real, out, 0.0), jnp.where(real, want_out, 0.0), atol=1e-5
         )
-        grad = jax.grad(lambda *a, b=block: total(*a, b)[0], (0, 1, 2))(q, k, v)
         for g, w in zip(grad, want_grad, strict=True):
             np.testing.assert_allclose(g, w, atol=2e-5)
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 import kvjax
 from kvjax import CacheConfig
-from kvjax.layers.rope import apply_rope, rope_tables
+from kvjax.layers.rope import rope_tables
 
 
 def config_of(text: str = "3+24", codec: str = "raw", **fields) -> CacheConfig:
@@ -41,27 +41,28 @@ def test_a_long_stream_by_hand(tiny, positions):
     layer = model.stack.layers[0]
     normed, attention = layer.input_norm(x), layer.attention
     q, k, v = (
-        p(normed).reshape(n, -1, H) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+        np.asarray(p(normed)).reshape(n, -1, H)
+        for p in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
+    tables = rope_tables(config.rope, H, jnp.arange(n)[None], jnp.asarray([n]))
+    cos, sin = (np.asarray(x)[0] for x in tables)  # n half
 
     def turned(y, at):
-        tables = rope_tables(config.rope, H, jnp.asarray(at)[None], jnp.asarray([n]))
-        return apply_rope(y[None], *tables)[0]
+        a, b, c, s = *np.split(y, 2, axis=-1), cos[at][:, None], sin[at][:, None]
+        return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
 
-    want = []
+    heads = np.zeros((n, config.num_heads, H), np.float32)
     for p in range(n):
         see = np.asarray([t for t in range(p + 1) if t < 3 or t >= p - 24])
         at = np.arange(len(see)) if positions == "cache" else see
         qs, ks = turned(q[p : p + 1], at[-1:])[0], turned(k[see], at)
-        heads = []
         for m in range(config.num_heads):
             h = m // config.group_size
-            weights = jax.nn.softmax(ks[:, h] @ qs[m] * H**-0.5)
-            heads.append(weights @ v[see, h])
-        y = x[:, p : p + 1] + attention.o_proj(jnp.concatenate(heads)[None, None])
-        y = y + layer.mlp(layer.post_norm(y))
-        want.append(model.logits(model.norm(y))[0, 0])
-    want = np.stack(want)[None]
+            weights = np.exp(ks[:, h] @ qs[m] * H**-0.5)
+            heads[p, m] = weights / weights.sum() @ v[see, h]
+    y = x + attention.o_proj(jnp.asarray(heads).reshape(1, n, -1))
+    y = y + layer.mlp(layer.post_norm(y))
+    want = np.asarray(model.logits(model.norm(y)))
     for splits in ([1] * n, [24, 24, 24, 18], [7, 20, 24, 1, 1, 24, 13]):
         cache = model.init_cache(
             batch=1, max_len=10_000, config=config_of(f"3+24/positions={positions}")
