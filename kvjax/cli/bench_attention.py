@@ -56,10 +56,10 @@ def attention_record(
         view, chunk = _layer(model, one, batch=batch, context=context, seed=seed)
         run = jax.jit(attend_layer).lower(view, chunk).compile()
         calls[name] = _timed(run, view, chunk)
-        pages = (view.k_pages, view.v_pages)
+        pages, memory = (view.k_pages, view.v_pages), run.memory_analysis()
         out[name] = {
             "page_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(pages)),
-            "temporary_bytes": run.memory_analysis().temp_size_in_bytes,
+            "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
         }
     taken = [{name: call() for name, call in calls.items()} for _ in range(turns + 1)][1:]
     for name, record in out.items():

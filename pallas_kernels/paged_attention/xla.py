@@ -67,10 +67,8 @@ def paged_partial(
             seen = mask(numbers(i))  # B 1 Q n S
             within = jnp.moveaxis(seen.reshape(*seen.shape[:3], tile, page_size), 3, 1)
         how: dict[str, Any] = {"scale": scale, "softcap": softcap, "within": within}
-        if queries is None:
-            qs, ks = (q[:, None],), (k,)
-        else:
-            qs, ks = queries(numbers(i)), k
+        qs = (q[:, None],) if queries is None else queries(numbers(i))
+        ks = (k,) if queries is None else k
         found = _pages(qs, ks, v, valid, tokens_last=tokens_last, **how)
         return merge(part, found), load(i + 1)
 
