@@ -27,7 +27,6 @@ DEFAULT_METHODS = (
     "turboquant3,turboquant2.5,turboquant2,turboquant-prod3,pca3,pca2,recommended,aggressive"
 )
 INTERRUPTED = 130
-_FOUND = ("passkey_inside", "needle_inside", "passkey_outside", "needle_outside")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,21 +90,20 @@ def _run_evict(args: argparse.Namespace) -> int:
     from kvjax.evaluation import texts
     from kvjax.evaluation.evicted import EvictBench, EvictTask
 
-    methods = ["raw"] if args.methods == DEFAULT_METHODS else args.methods.split(",")
+    methods = ["raw"] if args.methods == DEFAULT_METHODS else _names(args.methods)
     shape = {"page_size": args.page_size, "sinks": args.sinks, "recent": args.recent}
-    policies = [None if p == "none" else p for p in args.evict.split(",")]
-    pairs = [(m, _fields(p or "recent:100%", shape)) for p in policies for m in methods]
+    policies = ["recent:100%" if p == "none" else p for p in _names(args.evict)]
+    pairs = [(m, _fields(p, shape)) for p in policies for m in methods]
     for m, fields in pairs:
         kvjax.CacheConfig.parse("raw" if m in presets.PRESETS else m, **fields)
     model, tokenizer = kvjax.load(args.model, form="stacked")
     cases = _cases(args, tokenizer)
     if args.haystack:
-        haystack = np.asarray(tokenizer.encode(texts.read(args.haystack)), np.int32)
+        haystack = np.asarray(tokenizer.encode(texts.read(args.haystack, "haystack")), np.int32)
         cases += _cases(args, tokenizer, haystack=haystack)
     windows = texts.windows(tokenizer, args.text, count=args.windows, length=args.tokens)
     bench = EvictBench(model, EvictTask(windows, args.score_from, cases))
-    free = ("json_out", "plot", "no_plot", "evict", "methods")
-    about = {k: v for k, v in vars(args).items() if k not in free}
+    about = _about_evict(args, model, windows, cases)
     rows = _finished(args.json_out, about)
     for i, (method, fields) in enumerate(pairs):
         name = f"{fields['evict']} {method}"
@@ -122,6 +120,28 @@ def _run_evict(args: argparse.Namespace) -> int:
     return 0
 
 
+def _names(given: str) -> list[str]:
+    return list(dict.fromkeys(name for name in given.split(",") if name))
+
+
+def _about_evict(
+    args: argparse.Namespace, model: Any, windows: Any, cases: list[Any]
+) -> dict[str, Any]:
+    """As `_about`, of a task of eviction."""
+    import numpy as np
+
+    from kvjax.calibration import model_fingerprint
+    from kvjax.evaluation.texts import digest
+
+    free = ("json_out", "plot", "no_plot", "evict", "methods")
+    tokens = [case.tokens for case in cases] or [np.zeros(0, np.int32)]
+    return {k: v for k, v in vars(args).items() if k not in free} | {
+        "fingerprint": model_fingerprint(model),
+        "text_digest": digest(windows),
+        "cases_digest": digest(np.concatenate(tokens)),
+    }
+
+
 def _fields(policy: str, shape: dict[str, Any]) -> dict[str, Any]:
     """Of a cache with this policy; streams and h2o name the first tokens that stay themselves."""
     from kvjax import eviction
@@ -133,34 +153,23 @@ def _fields(policy: str, shape: dict[str, Any]) -> dict[str, Any]:
 
 def _print_evicted(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     """One line a policy and codec, as a Markdown table."""
-    found = [k for k in _FOUND if rows[0][k]["n"]]
-    heads = ["evict", "codec", "tokens left", "prompt smaller", "all"]
-    heads += [k.replace("_", " ") for k in found] + ["perplexity", "KL"]
-    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    for row in rows:
-        rest = row["rows"] if len(set(row["rows"])) > 1 else row["rows"][:1]
-        cells = [
-            *(row["evict"], row["codec"], ", ".join(map(str, rest))),
-            *(f"{row['prompt_ratio']:.2f}", f"{row['ratio']:.2f}"),
-            *(_by_depth(row[k]) for k in found),
-            *(f"{row['perplexity']:.2f}", f"{row['kl']:.3f} ± {row['kl_se']:.3f}"),
-        ]
-        print(f"| {' | '.join(cells)} |")
+    from kvjax.evaluation.evicted import table
+
+    print(table(rows))
     n = rows[0]["tokens"]
+    hidden = {"passkey": "passkeys in filler", "needle": f"needles in {args.haystack}"}
+    hidden = [text for kind, text in hidden.items() if rows[0][f"{kind}_inside"]["n"]]
     print(
         f"\nPrompts of {args.score_from} tokens of {args.text}, then"
         f" {args.tokens - args.score_from} teacher-forced ({args.windows} windows,"
-        f" n = {n}); tokens left: after those. Passkeys (in filler) and needles (in"
-        f" {args.haystack}) of {args.passkey_lengths} tokens: right of n, and of each length and"
-        f" depth ({args.passkey_depths}); the question inside or outside of the judged prompt."
-        f" Dense perplexity {rows[0]['dense_perplexity']:.2f}."
+        f" n = {n}); tokens left: after those. Dense perplexity {rows[0]['dense_perplexity']:.2f}."
     )
-
-
-def _by_depth(found: dict[str, Any]) -> str:
-    """Right of n, and of each length and depth."""
-    cells = [cell["right"] for cell in found["cells"]]
-    return f"{sum(cells)}/{found['n']} ({' '.join(map(str, cells))})"
+    if hidden:
+        print(
+            f"{' and '.join(hidden).capitalize()}, {args.passkey_lengths} tokens: right of n, and"
+            f" of each length and depth ({args.passkey_depths}); the question inside or outside of"
+            " the judged prompt."
+        )
 
 
 def _task(args: argparse.Namespace, tokenizer: Any) -> Any:

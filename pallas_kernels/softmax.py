@@ -84,8 +84,10 @@ def attention_mass(
 
     logits: scores in natural units, MASKED where not seen. lse: the `log_sum_exp` of all that a
     query attends to, so of merged parts; then the masses of the parts' keys sum to Q together. A
-    query that shall not count has lse = inf.
+    query that shall not count has lse = inf. Raises ValueError on shapes that do not fit.
     """
+    if lse.shape != logits.shape[:-1]:
+        raise ValueError(f"lse: expected {logits.shape[:-1]}, a number a query, got {lse.shape}.")
     seen = logits > MASKED / 2
     return jnp.sum(jnp.where(seen, jnp.exp(logits - lse[..., None]), 0.0), axis=2)
 

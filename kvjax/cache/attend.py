@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import kernel
 from kvjax.cache.slots import slot_keys, slot_values
 from kvjax.cache.spec import GroupSpec
+from kvjax.cache.turning import Turn, rope_tile, turned_back
 from kvjax.codecs.base import Codec, Codes, Params
 from kvjax.config import RopeConfig
-from kvjax.layers.rope import apply_rope, attention_factor, rope_tables, turn_pairs
+from kvjax.layers.rope import rope_tables
 from pallas_kernels.flash_attention import causal_partial
 from pallas_kernels.paged_attention import paged_partial, pool_partial
 from pallas_kernels.softmax import Partial, attend_tile, finish, merge, soft_cap, with_sinks
@@ -163,7 +164,7 @@ def _exact_part(layer: LayerView, chunk: Chunk) -> Partial:
     v = jnp.where(valid[:, None, :, None], layer.v_exact, 0)  # an unused slot may hold anything
     if spec.turns and how.rope is not None:
         token = spec.token_in_slot(chunk.length)
-        k_t = _rope_tile(k_t, chunk, layer.position(token, chunk.length))
+        k_t = rope_tile(k_t, chunk, layer.position(token, chunk.length))
     apart = spec.stream is not None and spec.turns and how.rope is not None
     n = spec.sinks if apart and chunk.q.shape[1] > 1 else 0
     options: dict[str, Any] = {"scale": how.scale, "softcap": how.softcap}
@@ -200,14 +201,6 @@ def _as_near(spec: GroupSpec, chunk: Chunk) -> Float[Array, "B K Q H"]:
     B, A, K, G, H = chunk.q.shape
     q = turned_back(chunk.q.reshape(B, A, K * G, H), chunk.angles(at), chunk.how.rope)
     return dataclasses.replace(chunk, q=q.reshape(chunk.q.shape)).rows
-
-
-def turned_back(
-    q: Float[Array, "B A N R"], angles: tuple[Array, Array], rope: RopeConfig
-) -> Float[Array, "B A N R"]:
-    """Queries turned the other way, by the angles of `rope_tables`; their length stays."""
-    cos, sin = (x / attention_factor(rope) for x in angles)
-    return apply_rope(q, cos, -sin)
 
 
 def beyond(
@@ -261,7 +254,7 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
     spec, v_codec = layer.spec, layer.spec.v_codec
     q = spec.k_codec.prepare_query(chunk.rows, layer.k_params)
     q = q.astype(chunk.q.dtype)
-    turn = _Turn(layer, chunk, q) if spec.turns and chunk.how.rope is not None else None
+    turn = Turn(layer, chunk, q) if spec.turns and chunk.how.rope is not None else None
     decode_k, decode_v, tokens_last = _decoders(layer, chunk, turn)
 
     def tiles(q: Array, start: Partial | None) -> Partial:
@@ -279,7 +272,7 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
             mask=pages_seen(spec, chunk),
             start=start,
             tokens_last=tokens_last,
-            queries=None if turn is None else turn.queries,
+            queries=None if turn is None or turn.whole else turn.queries,
         )
 
     if kernel.takes(spec, chunk):
@@ -292,9 +285,7 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
     return merge(others, part._replace(acc=acc))
 
 
-def _decoders(
-    layer: LayerView, chunk: Chunk, turn: _Turn | None
-) -> tuple[Callable, Callable, bool]:
+def _decoders(layer: LayerView, chunk: Chunk, turn: Turn | None) -> tuple[Callable, Callable, bool]:
     """`decode_k`, `decode_v` and `tokens_last` of `paged_partial` for a layer's pages."""
     spec, k_codec, dtype = layer.spec, layer.spec.k_codec, chunk.q.dtype
     packed = spec.packed
@@ -309,6 +300,8 @@ def _decoders(
     def decode_k(codes: Any, tokens: Int[Array, "S"]) -> Any:
         if turn is None:
             return read(codes)
+        if turn.whole:
+            return turn.turned(read(codes), tokens)
         # what a branch gives is an array of its own: else XLA decodes once for each of its two uses
         shape = jax.eval_shape(read, codes)
         in_use = tokens[0] < spec.page_size * jnp.max(spec.used_pages(chunk.length))
@@ -321,72 +314,3 @@ def _decoders(
         return spec.v_codec.decode(codes, layer.v_params, dtype)
 
     return decode_k, decode_v, tokens_last
-
-
-class _Turn:
-    """Keys before RoPE in a tile of pages: <q, turned k> = <q, k cos> + <q', k sin>, where q' is q
-    a quarter of a turn ahead, so no channel of a key meets another.
-
-    A page's tokens stand one behind the other in the text. So the query is turned back by the
-    page's first position, and keys by 0 to S - 1, whose cosines and sines are those of all pages:
-    on CPU they cost more than all else. Where eviction left each head positions of its own, they
-    are computed for each tile.
-    """
-
-    def __init__(self, layer: LayerView, chunk: Chunk, q: Float[Array, "B K Q H"]):
-        self.layer, self.chunk, self.q = layer, chunk, q
-        self.by_head = layer.positions is not None
-        S, B = layer.spec.page_size, q.shape[0]
-        offset = chunk.angles(jnp.broadcast_to(jnp.arange(S)[None], (B, S)))
-        self.offset = self._wide([x[:, None, None] for x in offset])  # B 1 1 S H
-
-    def _wide(self, angles: Sequence[Float[Array, "*x half"]]) -> list[Float[Array, "*x H"]]:
-        """As the pairs of the keys lie."""
-        if self.chunk.how.interleave:
-            return [jnp.repeat(x, 2, axis=-1) for x in angles]
-        return [jnp.concatenate([x, x], axis=-1) for x in angles]
-
-    def _positions(self, tokens: Int[Array, "nS"]) -> Array:
-        return self.layer.position(
-            self.layer.spec.paged_token(tokens, self.chunk.length), self.chunk.length
-        )
-
-    def queries(self, tokens: Int[Array, "nS"]) -> tuple[Array, Array]:
-        """`[B, n, K, Q, H]`: q and q'. Queries come in halves, whatever the keys' pairs."""
-        q = self.q[:, None]
-        if not self.by_head:
-            assert self.chunk.how.rope is not None
-            first = self._positions(tokens[:: self.layer.spec.page_size])  # B n
-            B, n = first.shape
-            rows = jnp.broadcast_to(q, (B, n, *q.shape[2:])).reshape(B, n, -1, q.shape[-1])
-            q = turned_back(rows, self.chunk.angles(first), self.chunk.how.rope)
-            q = q.reshape(B, n, *self.q.shape[1:])
-        a, b = jnp.split(q, 2, axis=-1)
-        if not self.chunk.how.interleave:
-            return q, jnp.concatenate([b, -a], axis=-1)
-        first_way, second_way = (
-            jnp.stack(pair, axis=-1).reshape(q.shape) for pair in ((a, b), (b, -a))
-        )
-        return first_way, second_way
-
-    def keys(self, k: Float[Array, "B n K S H"], tokens: Int[Array, "nS"]) -> tuple[Array, Array]:
-        """Keys times cosines and times sines."""
-        B, n, K, S, _ = k.shape
-        cos, sin = self.offset
-        if self.by_head:
-            angles = self.chunk.angles(self._positions(tokens).reshape(B * K, -1))
-            apart = [jnp.swapaxes(x.reshape(B, K, n, S, -1), 1, 2) for x in angles]
-            cos, sin = self._wide(apart)
-        wide = k.astype(jnp.float32)
-        return (wide * cos).astype(k.dtype), (wide * sin).astype(k.dtype)
-
-
-def _rope_tile(
-    k_t: Float[Array, "B K H S"], chunk: Chunk, positions: Int[Array, "B *K S"]
-) -> Float[Array, "B K H S"]:
-    if positions.ndim == 3:  # each head has positions of its own
-        heads = k_t.reshape(-1, 1, *k_t.shape[2:])
-        flat = positions.reshape(heads.shape[0], -1)
-        return _rope_tile(heads, chunk, flat).reshape(k_t.shape)
-    cos, sin = (jnp.swapaxes(x, 1, 2)[:, None] for x in chunk.angles(positions))  # B 1 half S
-    return turn_pairs(k_t, cos, sin, interleave=chunk.how.interleave, axis=-2)

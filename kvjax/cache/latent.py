@@ -26,9 +26,9 @@ from kvjax.cache.attend import (
     chunk_part,
     exact_seen,
     pages_seen,
-    turned_back,
 )
 from kvjax.cache.spec import GroupSpec
+from kvjax.cache.turning import turned_back
 from kvjax.codecs.base import Codec
 from kvjax.config import need
 from kvjax.layers.rope import apply_rope, rope_tables

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures, and prints one JSON object."""
     _check(args)
     session = open_session(args)
-    if args.attention:
+    if args.attention is not None:
         return _print(_attention(session, args), args)
     import numpy as np
 
@@ -67,7 +67,7 @@ def _attention(session: Session, args: argparse.Namespace) -> dict[str, Any]:
     """One layer's attention by codec instead of whole steps."""
     from kvjax.cli.bench_attention import attention_record
 
-    names = args.attention.split(",")
+    names = _codec_names(args)
     with stage(f"attention of one layer to {args.batch} x {args.context} tokens by codec"):
         found = attention_record(
             session.model,
@@ -82,6 +82,29 @@ def _attention(session: Session, args: argparse.Namespace) -> dict[str, Any]:
         say(f"{name}: {record['ms']:.2f} ms, {record['ratio']:.2f} of raw")
     about = {"model": session.name, "dtype": session.dtype, "batch": args.batch}
     return about | {"context": args.context, "turns": args.steps, "attention": found} | _machine()
+
+
+def _codec_names(args: argparse.Namespace) -> list[str]:
+    """Those of --attention. Raises ValueError on others, and on options that it leaves out."""
+    from kvjax.config import CacheConfig, need
+    from kvjax.presets import PRESETS
+
+    unused = ("kv_k", "kv_v", "kv_layers", "kv_calibration", "mla_rope_bits", "evict", "kernel")
+    for option in unused:
+        name = option.replace("_", "-")
+        need(getattr(args, option) is None, name, "none beside --attention", getattr(args, option))
+    need(
+        args.kv_cache_dtype == "raw",
+        "kv-cache-dtype",
+        "none beside --attention",
+        args.kv_cache_dtype,
+    )
+    names = [name.strip() for name in args.attention.split(",")]
+    for name in names:
+        expected = "codecs, or KEYS+VALUES (a preset is made of klt1 to klt5)"
+        need(bool(name) and name not in PRESETS, "attention", expected, args.attention)
+        CacheConfig.parse(name)
+    return names
 
 
 def _print(record: dict[str, Any], args: argparse.Namespace) -> int:
@@ -102,6 +125,8 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value < 1:
             raise ValueError(f"--{name}: expected an int > 0, got {value}.")
+    if args.attention is not None:
+        _codec_names(args)  # before a model is loaded
 
 
 def _engine(session: Session, args: argparse.Namespace) -> Engine:

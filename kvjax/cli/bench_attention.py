@@ -45,7 +45,7 @@ def attention_record(
     """Milliseconds, ratio to raw, bytes of pages and of temporaries of each codec, raw first.
 
     names: codecs, or KEYS+VALUES; config: of the cache, but for its codecs. Raises ValueError for
-    models with latent attention, and where no page fits the context.
+    models with latent attention or with windows alone, and on a context of broken pages.
     """
     need(model.config.mla is None, "attention", "a model without latent attention", "mla")
     calls, out = {}, {}
@@ -82,9 +82,12 @@ def _layer(
     model: Transformer, config: CacheConfig, *, batch: int, context: int, seed: int
 ) -> tuple[LayerView, Chunk]:
     """A layer with `context` tokens in sealed pages, and one query token of each row."""
-    spec = group_specs(model.config, max_len=context, config=config, dtype=model.dtype)[0]
+    specs = group_specs(model.config, max_len=context, config=config, dtype=model.dtype)
+    spec = next((spec for spec in specs if spec.window is None), specs[0])
+    need(spec.window is None, "attention", "a model with layers that see all tokens", "windows")
     spec = dataclasses.replace(spec, layers=(), max_len=context + spec.sinks + spec.recent)
-    need(spec.pages_per_row > 0, "context", f"a page of {spec.page_size} tokens or more", context)
+    size = spec.page_size
+    need(context % size == 0, "context", f"whole pages of {size} tokens (--page-size)", context)
     rng = np.random.default_rng(seed)
     k_params, v_params = (
         _params(codec, spec, dim, rng)
@@ -107,7 +110,8 @@ def _layer(
     )
     length = jnp.full((B,), spec.max_len, jnp.int32)
     scale = H**-0.5
-    how = How(scale, model.config.rope, model.config.rope_interleave)
+    softcap = model.config.attn_logit_softcap
+    how = How(scale, model.config.rope, model.config.rope_interleave, softcap)
     q, k, v = normal(B, 1, K, G, H), normal(B, 1, K, H), normal(B, 1, K, R)
     return view, Chunk(q, k, v, length, jnp.ones((B,), jnp.int32), None, None, how)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -108,6 +109,30 @@ class EvictBench:
             chosen = best_tokens(self.model, states[row, n - case.answer - 1 : n - 1])
             right.append(bool(np.array_equal(chosen, case.tokens[n - case.answer :])))
         return right
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of `EvictBench` as a Markdown table, a line a policy and codec."""
+    kinds = ("passkey_inside", "needle_inside", "passkey_outside", "needle_outside")
+    found = [kind for kind in kinds if rows[0][kind]["n"]]
+    heads = ["evict", "codec", "tokens left", "prompt smaller", "all"]
+    heads += [kind.replace("_", " ") for kind in found] + ["perplexity", "KL"]
+    lines = [heads, ["---"] * len(heads)]
+    for row in rows:
+        left = row["rows"] if len(set(row["rows"])) > 1 else row["rows"][:1]
+        lines.append([
+            *(row["evict"], row["codec"], ", ".join(map(str, left))),
+            *(f"{row['prompt_ratio']:.2f}", f"{row['ratio']:.2f}"),
+            *(_by_depth(row[kind]) for kind in found),
+            *(f"{row['perplexity']:.2f}", f"{row['kl']:.3f} ± {row['kl_se']:.3f}"),
+        ])  # fmt: skip
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _by_depth(found: Mapping[str, Any]) -> str:
+    """Right of n, and of each length and depth."""
+    cells = [cell["right"] for cell in found["cells"]]
+    return f"{sum(cells)}/{found['n']} ({' '.join(map(str, cells))})"
 
 
 def states_after(

@@ -51,7 +51,10 @@ def cases(
     haystack: Int[np.ndarray, "N"] | None = None,
 ) -> list[Case]:
     """`keys` cases for each length (in tokens, the answer included) and depth (0 begin, 1 end).
-    haystack: a text at least as long, of which each case has a part of its own; None: filler."""
+    haystack: a text at least as long, of which each case has a part of its own; None: filler.
+    Raises ValueError on depths out of range and on what is too short."""
+    for depth in depths:
+        need(0 <= depth <= 1, "passkey depth", "0 (begin) to 1 (end)", depth)
     rng = np.random.RandomState(seed)
     return [
         _case(

@@ -63,14 +63,14 @@ TEXTS: dict[str, Callable[[], str]] = {
 }
 
 
-def read(name: str) -> str:
-    """A text of `TEXTS`, several joined by `+`, or a file."""
+def read(name: str, field: str = "text") -> str:
+    """A text of `TEXTS`, several joined by `+`, or a file; others raise ValueError by `field`."""
     parts = name.split("+")
     if all(part in TEXTS for part in parts):
         return "\n\n".join(TEXTS[part]() for part in parts)
     path = Path(name).expanduser()
     known = f"a file, or one of {', '.join(TEXTS)} (joined by +)"
-    need(path.is_file(), "text", known, name, near(name, TEXTS).strip())
+    need(path.is_file(), field, known, name, near(name, TEXTS).strip())
     return path.read_text(encoding="utf-8", errors="replace")
 
 

@@ -67,16 +67,36 @@ def paged_attention_logits(
     pages: Int[Array, "P rows 128"],
     table: Int[Array, "B M"],
     lengths: Int[Array, "B"],
-    **options: Any,
+    *,
+    fmt: PageFormat,
+    scale: float,
+    positions: Int[Array, "B"] | None = None,
+    queries: int = 1,
+    window: int | None = None,
+    softcap: float | None = None,
+    turn: Turn | None = None,
+    implementation: str | None = None,
+    interpret: Any = False,
 ) -> tuple[Partial, Float[Array, "B K Q S"]]:
-    """`paged_attention` by its own options, and the scores of each query at its row's S = 128 M
+    """`paged_attention`, and the scores of each query at its row's S = 128 M
     tokens: float32, scaled, capped, in natural units, MASKED where the query does not see.
 
-    What eviction by attention (H2O 2306.14048) needs: `attention_mass(logits, lse)`, with the
-    `log_sum_exp` over these pages and all else that a query attends to. Raises as `paged_attention`
-    does.
+    What eviction by attention (H2O 2306.14048) needs: `attention_mass(logits, lse)` of
+    `pallas_kernels.softmax`, with the `log_sum_exp` over these pages and all else that a query
+    attends to. Raises as `paged_attention` does.
     """
-    return _attend(q, pages, table, lengths, logits=True, **options)
+    case: dict[str, Any] = {
+        "positions": positions,
+        "fmt": fmt,
+        "queries": queries,
+        "window": window,
+        "softcap": softcap,
+        "scale": scale,
+        "turn": turn,
+        "logits": True,
+    }
+    arrays = (q, pages, table, lengths)
+    return _attend(*arrays, implementation=implementation, interpret=interpret, **case)
 
 
 def _attend(q, pages, table, lengths, *, implementation=None, interpret=False, **case):
@@ -125,6 +145,8 @@ def unturnable(fmt: PageFormat, half: int) -> str:
 
 
 def _check_turn(turn: Turn, fmt: PageFormat, *, rows: int) -> None:
+    one = jnp.ndim(turn.frequencies) == 1
+    _need(one, "turn.frequencies", "[half]", jnp.shape(turn.frequencies))
     half = turn.frequencies.shape[0]
     _need(turn.start.shape == (rows,), "turn.start: rows", rows, turn.start.shape)
     most = fmt.head_dim // 2
@@ -135,8 +157,10 @@ def _check_turn(turn: Turn, fmt: PageFormat, *, rows: int) -> None:
 
 
 def _check(
-    q, pages, table, lengths, *, fmt, queries=1, window=None, positions=None, turn=None, **_
+    q, pages, table, lengths, *, fmt, queries, window, positions, softcap, turn, **_
 ) -> None:
+    _need(q.ndim == 4, "q: axes", "[B, K, Q, D]", q.shape)
+    _need(table.ndim == 2, "table: axes", "[B, M]", table.shape)
     B, K, Q, D = q.shape
     _need(fmt.num_kv_heads == K, "q: KV heads", fmt.num_kv_heads, K)
     _need(fmt.query_width == D, "q: channels", fmt.query_width, D)
@@ -146,6 +170,9 @@ def _check(
     _need(queries > 0 and Q % queries == 0, "queries", f"a divisor of Q={Q}", queries)
     _need(window is None or window > 0, "window", "None or a positive int", window)
     _need(window is None or positions is not None, "window", "positions beside it", None)
+    one = positions is None or positions.shape == (B,)
+    _need(one, "positions", f"one for each of {B} rows", None if one else positions.shape)
+    _need(softcap is None or softcap > 0, "softcap", "None or a number > 0", softcap)
     if turn is not None:
         _check_turn(turn, fmt, rows=B)
 

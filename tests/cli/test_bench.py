@@ -62,7 +62,11 @@ def test_attention_by_codec(cli):
         (("--steps", "0"), "--steps"),
         (("--contxt", "3"), "--context"),
         (("--attention", "int9"), "int8"),
-        (("--attention", "int8", "--context", "16"), "context: expected a page of 128 tokens"),
+        (("--attention", "int8", "--context", "16"), "context: expected whole pages of 128 tokens"),
+        (("--attention", ""), "attention: expected codecs"),
+        (("--attention", "int8,recommended"), "a preset is made of klt1 to klt5"),
+        (("--attention", "int8", "--evict", "streaming:4+60"), "evict: expected none beside"),
+        (("--attention", "int8", "--kv-cache-dtype", "int4"), "kv-cache-dtype: expected none"),
         (("hello",), "expected options only"),
     ],
 )
