@@ -119,13 +119,11 @@ def stream(model, steps: int) -> tuple[np.ndarray, int, list]:
     return np.asarray(losses), size, quarter._cache_size()
 
 
-@pytest.mark.parametrize(
-    "steps", [1024, pytest.param(51_200, marks=pytest.mark.slow)], ids=["4k", "200k"]
-)
-def test_a_stream_goes_on_for_ever(tiny, steps):
-    """Loss stays flat, memory constant, and nothing new compiles, far past the trained length."""
+def test_a_stream_goes_on_for_ever(tiny):
+    """200,000 tokens: loss stays flat, memory constant, and nothing new compiles, far past the
+    trained length."""
     model = tiny(num_layers=2, max_position_embeddings=128)
-    losses, _, programs = stream(model, steps)
+    losses, _, programs = stream(model, 51_200)
     assert programs == 1
     assert np.ptp(losses[1:]) < 0.02 * losses[1]
     assert np.isfinite(losses).all()
