@@ -131,7 +131,7 @@ def test_far_places_keep_the_distances():
     np.testing.assert_allclose(finish(near), finish(far), atol=0.05)
 
 
-def test_no_race_and_nothing_unused_is_seen():
+def test_no_race_and_nothing_unused_is_seen(capsys):
     """NaN in memory that nothing was copied to, and in keys past the end of each row."""
     pool = random_pool("bf16", K=2, H=64, B=2, M=3)
     q, lengths, start, freq = queries(pool, 2), [300, 140], [7, 900], frequencies(32)
@@ -144,9 +144,10 @@ def test_no_race_and_nothing_unused_is_seen():
     arrays = (q, pool.pages, pool.table, jnp.asarray(lengths, jnp.int32))
     turn = Turn(jnp.asarray(start), jnp.asarray(freq))
     options = {"fmt": pool.fmt, "scale": 0.06, "turn": turn, "block_pages": 1}
-    part = paged_attention_tpu(*arrays, interpret=strict, **options)
+    part, _ = paged_attention_tpu(*arrays, interpret=strict, **options)
     keys = turned(pool.k, start, freq)
     assert_close(part, dense(q, keys, pool.v, seen(lengths, 384, 2), scale=0.06))
+    assert "RACE DETECTED" not in capsys.readouterr().out
 
 
 def test_what_does_not_turn_is_refused_with_the_reason():
