@@ -16,7 +16,6 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
@@ -46,25 +45,19 @@ class Fp8(Codec):
         return {"x": bits, "scale": scale}
 
     def decode(self, codes: Codes, params: Params, dtype: Any) -> Float[Array, "*lead T H"]:
-        scale = codes["scale"].astype(jnp.float32)[..., None]  # NaN where a number of the token is
-        half, unit = _halves(codes["x"], self.format)
-        return (half.astype(jnp.float32) * (scale * unit)).astype(dtype)
+        scale = codes["scale"].astype(jnp.float32)[..., None]
+        return (numbers(codes["x"], self.format) * scale).astype(dtype)
 
 
 def numbers(bits: UInt8[Array, "*x"], format: str) -> Float[Array, "*x"]:
-    """The float32 that a float8's bits stand for, exactly."""
-    half, unit = _halves(bits, format)
-    x = half.astype(jnp.float32) * unit
-    return x if format == "e5m2" else jnp.where((bits & 0x7F) == 0x7F, jnp.nan, x)
-
-
-def _halves(bits: UInt8[Array, "*x"], format: str) -> tuple[Float[Array, "*x"], float]:
-    """float16s, and what they are multiplied by to give the float8s, which must not be NaN in e4m3.
+    """The float32 that a float8's bits stand for, exactly.
 
     Both formats are float16s with fewer bits, e4m3 with its exponent 8 lower: XLA's CPU backend
     converts these in lanes and a float8 number by number.
     """
+    wide = bits.astype(jnp.uint16)
     if format == "e5m2":
-        return lax.bitcast_convert_type(bits.astype(jnp.uint16) << 8, jnp.float16), 1.0
-    signed = lax.bitcast_convert_type(bits, jnp.int8).astype(jnp.int16)  # signs above bit 7
-    return lax.bitcast_convert_type((signed << 7) & np.int16(~0x4000), jnp.float16), 256.0
+        return lax.bitcast_convert_type(wide << 8, jnp.float16).astype(jnp.float32)
+    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    x = lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * 256.0
+    return jnp.where((wide & 0x7F) == 0x7F, jnp.nan, x)
