@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax.config import RopeConfig
+from pallas_kernels.turn import turned
 
 
 def rope_tables(
@@ -63,10 +64,9 @@ def turn_pairs(
     wide = x.astype(jnp.float32)
     if interleave:
         n, at = x.shape[axis], x.ndim + axis
-        a, b = (lax.slice_in_dim(wide, first, n, stride=2, axis=at) for first in (0, 1))
-    else:
-        a, b = jnp.split(wide, 2, axis=axis)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=axis).astype(x.dtype)
+        halves = [lax.slice_in_dim(wide, first, n, stride=2, axis=at) for first in (0, 1)]
+        wide = jnp.concatenate(halves, axis=axis)
+    return turned(wide, cos, sin, axis=axis).astype(x.dtype)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
