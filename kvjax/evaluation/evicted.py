@@ -22,7 +22,7 @@ from kvjax.cache import KVCache, cache_report
 from kvjax.config import CacheConfig
 from kvjax.evaluation import passkey
 from kvjax.evaluation.quality import quality, share
-from kvjax.evaluation.reading import best_tokens, compare, dense_states, step
+from kvjax.evaluation.reading import compare, dense_states, step
 from kvjax.model import Transformer
 from kvjax.plan import cache_bytes
 
@@ -103,12 +103,7 @@ class EvictBench:
         for row, case in enumerate(cases):
             tokens[row, : case.tokens.size] = case.tokens
         states, _ = states_after(self.model, tokens, prompts, config=config, lengths=lengths)
-        right = []
-        for row, case in enumerate(cases):
-            n = case.tokens.size
-            chosen = best_tokens(self.model, states[row, n - case.answer - 1 : n - 1])
-            right.append(bool(np.array_equal(chosen, case.tokens[n - case.answer :])))
-        return right
+        return passkey.verdicts(self.model, cases, states)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

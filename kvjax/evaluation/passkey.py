@@ -12,7 +12,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from kvjax.config import CacheConfig, need
 from kvjax.evaluation.reading import best_tokens, cached_states
@@ -118,10 +118,21 @@ def score(
         x, _ = cached_states(
             model, tokens, config=config, chunk=chunk, max_len=max_len, lengths=lengths
         )
-        for row, i in enumerate(some):
-            n, answer = lengths[row], given[i].answer
-            chosen = best_tokens(model, x[row, n - answer - 1 : n - 1])
-            right[i] = bool(np.array_equal(chosen, given[i].tokens[n - answer :]))
+        for i, ok in zip(some, verdicts(model, [given[i] for i in some], x), strict=True):
+            right[i] = ok
+    return right
+
+
+def verdicts(
+    model: Transformer, given: list[Case], states: Float[np.ndarray, "B S D"]
+) -> list[bool]:
+    """Whose digits are the model's choices, from the final states of each case's tokens, a row
+    each; rows past the cases are not looked at."""
+    right = []
+    for case, x in zip(given, states, strict=False):
+        n = case.tokens.size
+        chosen = best_tokens(model, x[n - case.answer - 1 : n - 1])
+        right.append(bool(np.array_equal(chosen, case.tokens[n - case.answer :])))
     return right
 
 
