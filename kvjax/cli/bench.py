@@ -25,9 +25,10 @@ STEPS_A_ROUND = 8
 def run(args: argparse.Namespace) -> int:
     """Measures, and prints one JSON object."""
     _check(args)
+    names = None if args.attention is None else _codec_names(args)  # before a model is loaded
     session = open_session(args)
-    if args.attention is not None:
-        return _print(_attention(session, args), args)
+    if names is not None:
+        return _print(_attention(session, names, args), args)
     import numpy as np
 
     engine = _engine(session, args)
@@ -63,11 +64,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _attention(session: Session, args: argparse.Namespace) -> dict[str, Any]:
+def _attention(session: Session, names: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """One layer's attention by codec instead of whole steps."""
     from kvjax.cli.bench_attention import attention_record
 
-    names = _codec_names(args)
     with stage(f"attention of one layer to {args.batch} x {args.context} tokens by codec"):
         found = attention_record(
             session.model,
@@ -125,8 +125,6 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value < 1:
             raise ValueError(f"--{name}: expected an int > 0, got {value}.")
-    if args.attention is not None:
-        _codec_names(args)  # before a model is loaded
 
 
 def _engine(session: Session, args: argparse.Namespace) -> Engine:
