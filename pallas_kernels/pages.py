@@ -88,6 +88,10 @@ class PageFormat:
         ]
         return (keys, *values)
 
+    def width_of(self, source: int) -> int:
+        """Channels of a token in a source of the sections."""
+        return max(s.stop for s in self.sections if s.source == source)
+
     @property
     def value_side(self) -> int:
         """The first of the values' float16 numbers."""

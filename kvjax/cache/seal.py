@@ -99,9 +99,9 @@ def _seal_fresh(
         ids = jnp.where(page < last[:, None], group.table[:, row, page % spec.pages_per_row], -1)
 
         def write(k_block: Codes, v_block: Codes, at: Array, slots: slice) -> tuple[Codes, Codes]:
-            tokens = (x[slots].reshape(-1, *x.shape[2:]) for x in (k, v))
+            own_k, own_v = (x[slots].reshape(-1, *x.shape[2:]) for x in (k, v))
             starts = jnp.tile(start, at.shape[0])
-            return _by_kernel(spec, k_block, at.reshape(-1, most), *tokens, starts), v_block
+            return _by_kernel(spec, k_block, at.reshape(-1, most), own_k, own_v, starts), v_block
 
         return pool.put(ids, write)
 

@@ -58,8 +58,8 @@ def _check(pool, ids, k, v, start, fmt: PageFormat) -> None:
     _need(T >= LANES, "k", f"{LANES} tokens or more", T)
     _need(start.shape == (N,), "start", (N,), start.shape)
     for source, (name, x) in enumerate((("k", k), ("v", v))):
-        width = max(s.stop for s in fmt.sections if s.source == source)
-        _need(x.shape == (N, T, K, width), name, (N, T, K, width), x.shape)
+        shape = (N, T, K, fmt.width_of(source))
+        _need(x.shape == shape, name, shape, x.shape)
 
 
 def _need(ok: bool, field: str, expected: object, got: object) -> None:

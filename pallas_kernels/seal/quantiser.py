@@ -16,7 +16,7 @@ class Quantiser(NamedTuple):
     quantise: of `[R, 128]` float32, channels down (with by_tokens of `[128, R]`), the codes, as
     the code of the page knows them (int32; numbers for bfloat16; a float8's bits), and the float16
     numbers beside them, rounded by `words.as_half`: `[n, 128]`, scales of the groups, then lows;
-    (with by_tokens `[2 spans, R]`); None where there are none. rotation: `[R, H]` float32, applied
+    (with by_tokens `[2 spans, R]`); None where there are none. rotation: `[H, H]` float32, applied
     to each token first.
     """
 

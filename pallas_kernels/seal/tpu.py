@@ -70,24 +70,26 @@ def _in_pairs(x: Float[Array, "N T K H"]) -> Float[Array, "N T L H"]:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What is static about a call. matrices: by what they are for, exact in bfloat16; the kernel
-    has them in the same order."""
+    has them in the same order. factors: of the products that turn keys and values."""
 
     fmt: PageFormat
     quantisers: tuple[Quantiser, Quantiser]
     matrices: dict[Any, np.ndarray]
+    factors: tuple[float, float]
 
 
 def make_plan(fmt: PageFormat, quantisers: tuple[Quantiser, Quantiser]) -> Plan:
     matrices: dict[Any, np.ndarray] = {}
+    factors = [1.0, 1.0]
+    for source, quantiser in enumerate(quantisers):
+        if not quantiser.by_tokens:
+            turn, factors[source] = _turn(quantiser, fmt.width_of(source))
+            matrices["turn", source] = turn
     for s in fmt.sections:
-        q = quantisers[s.source]
-        width = max(t.stop for t in fmt.sections if t.source == s.source)
-        if not q.by_tokens:
-            matrices["turn", s.source] = _turn(q, width)[0]
         entries = s.code.width(s.stop - s.start) if s.channels_first else LANES
         for bits, order in _planes(s.code):
             matrices[entries, bits, order] = product.places(entries, bits, order)
-    return Plan(fmt, quantisers, matrices)
+    return Plan(fmt, quantisers, matrices, (factors[0], factors[1]))
 
 
 def _turn(quantiser: Quantiser, width: int) -> tuple[Float[np.ndarray, "nR H"], float]:
@@ -163,7 +165,7 @@ def seal_kernel(ids, start, k, v, *refs, plan: Plan):
         return copies
 
     def page_of(i):
-        return [pltpu.make_async_copy(made.at[i % 2], pool.at[ids[i]], gone.at[i % 2])]
+        return pltpu.make_async_copy(made.at[i % 2], pool.at[ids[i]], gone.at[i % 2])
 
     def for_page(i, act):
         """act, if there is a step i and its page is wanted."""
@@ -171,30 +173,31 @@ def seal_kernel(ids, start, k, v, *refs, plan: Plan):
         wanted = (inside == i) & (ids[inside] >= 0) & (ids[inside] < pool.shape[0])
         pl.when(wanted)(lambda: act(inside))
 
-    def begin(copies):
-        return lambda i: [copy.start() for copy in copies(i)] and None
-
-    def end(copies):
-        return lambda i: [copy.wait() for copy in copies(i)] and None
+    def fetch(i):
+        for copy in tokens_of(i):
+            copy.start()
 
     def make(i):
-        end(tokens_of)(i)
-        views = [x.at[i % 2] for x in (k_tokens, v_tokens)]
-        _make_page(*views, made.at[i % 2], matrix, plan)
+        for copy in tokens_of(i):
+            copy.wait()
+        _make_page((k_tokens.at[i % 2], v_tokens.at[i % 2]), made.at[i % 2], matrix, plan)
+        page_of(i).start()
 
-    pl.when(step == 0)(lambda: for_page(step, begin(tokens_of)))
-    for_page(step + 1, begin(tokens_of))
-    for_page(step - 2, end(page_of))
+    def await_written(i):
+        page_of(i).wait()
+
+    def finish():
+        for_page(step - 1, await_written)
+        for_page(step, await_written)
+
+    pl.when(step == 0)(lambda: for_page(step, fetch))
+    for_page(step + 1, fetch)
+    for_page(step - 2, await_written)
     for_page(step, make)
-    for_page(step, begin(page_of))
-
-    @pl.when(step == last)
-    def _():
-        for_page(step - 1, end(page_of))
-        for_page(step, end(page_of))
+    pl.when(step == last)(finish)
 
 
-def _make_page(k, v, page, matrix, plan: Plan) -> None:
+def _make_page(tokens, page, matrix, plan: Plan) -> None:
     fmt, heads = plan.fmt, plan.fmt.num_kv_heads
     used = fmt.side_row + fmt.side_pairs * heads
     if used < fmt.rows:
@@ -202,10 +205,10 @@ def _make_page(k, v, page, matrix, plan: Plan) -> None:
 
     def group(g, some):
         for p in range(-(-some // 2)):
-            words = [_pair(x.at[g], p) for x in (k, v)]
+            words = [_pair(x.at[g], p) for x in tokens]
             for upper in range(min(2, some - 2 * p)):
-                tokens = [_half(w, upper=bool(upper)) for w in words]
-                _make_head(g * _GROUP + 2 * p + upper, tokens, page, matrix, plan)
+                own = [_half(w, upper=bool(upper)) for w in words]
+                _make_head(g * _GROUP + 2 * p + upper, own, page, matrix, plan)
 
     def full(g, carry):
         group(g, _GROUP)
@@ -235,7 +238,9 @@ def _make_head(head, tokens, page, matrix, plan: Plan) -> None:
     for s in fmt.sections:
         quantiser = plan.quantisers[s.source]
         if s.source not in coded:
-            x = _channels_down(tokens[s.source], quantiser, matrix.get(("turn", s.source)))
+            x = tokens[s.source]
+            if not quantiser.by_tokens:
+                x = _channels_down(x, matrix["turn", s.source], plan.factors[s.source])
             q, numbers = quantiser.quantise(x)
             halves = None
             if numbers is not None:
@@ -255,17 +260,12 @@ def _make_head(head, tokens, page, matrix, plan: Plan) -> None:
         page[pl.ds(fmt.side_row + j // 2 * fmt.num_kv_heads + head, 1)] = pair
 
 
-def _channels_down(x, quantiser: Quantiser, turn) -> Float[Array, "R 128"]:
-    """A head's tokens as its quantiser wants them, float32."""
-    if quantiser.by_tokens:
-        return x
-    x = x.astype(jnp.bfloat16)
-    y, factor = matmul(turn[...], x, ROWS_BY_LANES), _turn(quantiser, x.shape[1])[1]
-    if quantiser.rotation is None:
-        return y
-    R = quantiser.rotation.shape[0]
-    parts = [y[i : i + R] for i in range(0, y.shape[0], R)]  # the smallest first
-    return functools.reduce(operator.add, parts[::-1]) * factor
+def _channels_down(x: Float[Array, "128 H"], turn, factor: float) -> Float[Array, "R 128"]:
+    """A head's tokens times the matrix of `_turn`."""
+    y, R = matmul(turn[...], x.astype(jnp.bfloat16), ROWS_BY_LANES), x.shape[1]
+    parts = [y[i : i + R] for i in range(0, y.shape[0], R)]
+    y = functools.reduce(operator.add, parts[::-1])  # the smallest first
+    return y if factor == 1.0 else y * factor
 
 
 def _words(section, q, by_tokens: bool, matrix) -> list[Int[Array, "W 128"]]:

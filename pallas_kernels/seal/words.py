@@ -36,9 +36,9 @@ def places(entries: int, bits: int, order: str) -> np.ndarray:
     for f in range(fields):
         block, power = (f, 0) if wide else divmod(bits * f, 8)
         out[block, np.arange(rows), entry[:, f]] = 2.0**power
-    out = out.reshape(-1, entries)
-    out.setflags(write=False)
-    return out
+    matrix = out.reshape(-1, entries)
+    matrix.setflags(write=False)
+    return matrix
 
 
 def _entries(rows: int, fields: int, order: str) -> np.ndarray:

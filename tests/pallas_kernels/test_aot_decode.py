@@ -80,8 +80,8 @@ MODELS = {
 GIB = 2**30
 
 
-def compiled(name, chip, codec, *, batch=8, tokens=8192, evict=None, **fields):
-    """(the compiled step, its cache's shapes)."""
+def compiled(name, chip, codec, *, batch=8, tokens=8192, chunk=1, evict=None, **fields):
+    """(the compiled step of `chunk` tokens a row, its cache's shapes)."""
     config = ModelConfig(**MODELS[name] | {"max_position_embeddings": tokens} | fields)
 
     def make():
@@ -97,17 +97,18 @@ def compiled(name, chip, codec, *, batch=8, tokens=8192, evict=None, **fields):
 
     def step(state, tokens, cache):
         model = nnx.merge(graphdef, state)
-        x, cache = model.hidden(tokens, cache, jnp.ones((batch,), jnp.int32))
+        x, cache = model.hidden(tokens, cache, jnp.full((batch,), chunk, jnp.int32))
         return jnp.argmax(model.logits(x[:, -1]), axis=-1), cache
 
     cache = jax.eval_shape(empty)
-    token = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+    token = jax.ShapeDtypeStruct((batch, chunk), jnp.int32)
     return aot.compile_for(chip, step, state, token, cache, donate_argnums=2), cache
 
 
 def assert_decodes_in_place(step, cache, *, memory):
     text, used = step.as_text(), step.memory_analysis()
     assert 'custom_call_target="tpu_custom_call"' in text
+    assert re.search(r"%seal\S* = s32", text)
     for leaf in jax.tree.leaves([group.pool for group in cache.groups]):
         shape = ",".join(map(str, leaf.shape))
         assert not re.search(rf"\[{shape}\]\S* copy", text)
@@ -125,6 +126,16 @@ def assert_decodes_in_place(step, cache, *, memory):
 )
 def test_decode_on_a_v5e(name, codec):
     assert_decodes_in_place(*compiled(name, "v5e", codec), memory=15.75 * GIB)
+
+
+def test_a_prompt_is_sealed_where_it_lies():
+    """Its pages by one call, which reads the chunk: before, XLA laid it out anew for each page."""
+    step, cache = compiled("qwen3-0.6b", "v5e", "int8", batch=1, chunk=1024)
+    text = step.as_text()
+    assert len(re.findall(r"%seal\S* = s32", text)) == 2  # of the ring's page, and of the chunk's
+    assert not re.search(r"bf16\[28,1,1024,8,128\]\S* copy", text)
+    pool = ",".join(map(str, cache.groups[0].pool.k[0]["page"].shape))
+    assert not re.search(rf"\[{pool}\]\S* copy", text)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import pytest
 
 from pallas_kernels import aot
 from pallas_kernels.cycles import CODES, Case, profile
+from pallas_kernels.seal import cycles as seal_cycles
 
 pytestmark = pytest.mark.skipif(not aot.available(), reason="needs libtpu, of the extra kvjax[aot]")
 
@@ -18,6 +19,8 @@ CEILINGS = {
 }
 #: the same of keys that are turned in the kernel
 TURNED = {("v5e", "int8"): (405, 375), ("v6e", "int8"): (282, 240)}
+#: of a page of eight heads of 128, quantised and packed
+SEALED = {("v5e", "int8"): (2350, 1930), ("v5e", "turboquant4"): (5950, 5100)}
 
 
 @pytest.mark.parametrize(("chip", "code"), CEILINGS)
@@ -28,6 +31,11 @@ def test_the_recorded_estimates_hold(chip, code):
 @pytest.mark.parametrize(("chip", "code"), TURNED)
 def test_the_recorded_estimates_of_turned_keys_hold(chip, code):
     assert_under(profile(Case(chip, code, turned=True)), *TURNED[chip, code])
+
+
+@pytest.mark.parametrize(("chip", "codec"), SEALED)
+def test_the_recorded_estimates_of_sealing_hold(chip, codec):
+    assert_under(seal_cycles.profile(chip, codec), *SEALED[chip, codec])
 
 
 def assert_under(got, cycles, bundles):

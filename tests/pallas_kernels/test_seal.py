@@ -64,10 +64,9 @@ def operands(fmt, *, sequences=2, tokens=300, pages=6):
     """(pool, k, v): keys and values of unlike means, the pool full of sevens."""
     rng = np.random.default_rng(3)
     K = fmt.num_kv_heads
-    widths = [max(s.stop for s in fmt.sections if s.source == i) for i in (0, 1)]
     k, v = (
         jnp.asarray(rng.normal(size=(sequences, tokens, K, H)) + mean, jnp.bfloat16)
-        for H, mean in zip(widths, (0, 2), strict=True)
+        for H, mean in ((fmt.width_of(0), 0), (fmt.width_of(1), 2))
     )
     return jnp.full((pages, fmt.rows, 128), 7, jnp.int32), k, v
 
