@@ -32,11 +32,14 @@ def on_one_device(
     flat, tree = jax.tree.flatten(operands)
 
     def traced(f: Callable[..., Any]) -> tuple[ClosedJaxpr, Any]:
-        return jax.make_jaxpr(lambda *x: f(*tree.unflatten(x)), return_shape=True)(*flat)
+        def on_leaves(*leaves: Any) -> Any:
+            return f(*jax.tree.unflatten(tree, leaves))
+
+        return jax.make_jaxpr(on_leaves, return_shape=True)(*flat)
 
     (one, shapes), (several, _) = traced(kernel), traced(plain)
     out = _choice.bind(*flat, name=name, one=one, several=several)
-    return jax.tree.structure(shapes).unflatten(out)
+    return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
 
 _choice = Primitive("on_one_device")

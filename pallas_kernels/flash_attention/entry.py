@@ -71,8 +71,11 @@ def flash_attention(
     return attend(q, k, v, lengths, documents, f, choice)
 
 
-def unsupported(q: Float[Array, "B T K G H"], v: Float[Array, "B S K R"], *, at: Any = None) -> str:
-    """Why the TPU's kernel is not taken unless asked for by name, on any TPU; "" where it is."""
+def unsupported(q: Any, v: Any, *, at: Any = None) -> str:
+    """Why the TPU's kernel is not taken unless asked for by name, on any TPU; "" where it is.
+
+    q, v, at: `flash_attention`'s, or their `jax.ShapeDtypeStruct`s.
+    """
     (_, T, _, G, H), R = q.shape, v.shape[3]
     if q.dtype != jnp.bfloat16:
         return f"it multiplies bfloat16, and the arrays are {q.dtype}"

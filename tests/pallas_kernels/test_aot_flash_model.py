@@ -168,6 +168,27 @@ def test_where_the_kernel_is_not_taken():
         assert ('kernel_name = "flash_attention"' in lowered("v5e", *call).as_text()) == taken
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5e", "v6e", "v5p"])
+@pytest.mark.parametrize(
+    ("groups", "key", "value"),
+    [(16, 256, 256), (16, 8, 8), (1, 64, 64), (2, 80, 80), (3, 96, 96), (7, 40, 40), (1, 192, 128)],
+)
+def test_the_bounds_of_what_is_taken(groups, key, value, chip):
+    """With everything that makes a kernel larger: a window, a soft cap, the gradients."""
+    T, K = 640, 2
+    shapes = [(1, T, K, groups, key), (1, T, K, key), (1, T, K, value)]
+    q, k, v = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+
+    def loss(q, k, v, lengths):
+        how = {"lengths": lengths, "scale": 0.1, "window": 300, "softcap": 50.0}
+        return jnp.sum(finish(flash_attention(q, k, v, **how)) ** 2)
+
+    gradients = jax.grad(loss, argnums=(0, 1, 2))
+    step = aot.compile_for(chip, gradients, q, k, v, jax.ShapeDtypeStruct((1,), jnp.int32))
+    assert kernels(step) == FORWARD + BACKWARD
+
+
 def test_several_devices():
     """Rows on four chips: plain XLA, with a warning; in a `shard_map` the kernels on each. Neither
     fetches anything of another chip."""
