@@ -136,19 +136,25 @@ def test_a_prompt(name, chip):
     assert kernels(step) == FORWARD * (2 if name == "gemma-3-1b" else 1)
 
 
+def test_a_training_step():
+    """Layers are computed again in the backward pass, and their forward kernel with them."""
+    step = aot.compile_for("v5e", *training("qwen3-0.6b"))
+    assert kernels(step) == FORWARD * 2 + BACKWARD
+    assert ",640,640]" not in step.as_text()  # the scores of all tokens
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "chip"),
-    [
-        ("qwen3-0.6b", "v5e"),
-        *[pytest.param(name, "v6e", marks=pytest.mark.slow) for name in MODELS],
-    ],
+    [(name, "v6e") for name in MODELS] + [(name, "v5e") for name in list(MODELS)[1:]],
 )
-def test_a_training_step(name, chip):
-    """Layers are computed again in the backward pass, and their forward kernel with them."""
-    calls = 2 if name == "gemma-3-1b" else 1
-    step = aot.compile_for(chip, *training(name))
-    assert kernels(step) == sorted((FORWARD * 2 + BACKWARD) * calls)
-    assert ",640,640]" not in step.as_text()  # the scores of all tokens
+def test_training_steps_of_all(name, chip):
+    """The kernels are looked for before it is compiled: jaxlib 0.10.2 cannot print what libtpu
+    0.0.52 makes of it for a v6e."""
+    step = lowered(chip, *training(name))
+    names = set(re.findall(r'kernel_name = "(\w+)"', step.as_text()))
+    assert names == {*FORWARD, *BACKWARD}
+    step.compile()
 
 
 @pytest.mark.slow
