@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -15,7 +16,7 @@ from kvjax.cache import KVCache
 from kvjax.cache.attend import How
 from kvjax.cache.heavy import Scored
 from kvjax.cache.kv_cache import Kept
-from kvjax.cache.latent import LatentChunk, absorbed_query, dense_latent
+from kvjax.cache.latent import LatentChunk, absorbed_query, absorbs, dense_latent
 from kvjax.config import ModelConfig
 from kvjax.eviction import Prompt, select
 from kvjax.layers.attention import KV
@@ -23,7 +24,7 @@ from kvjax.layers.kinds import Place
 from kvjax.layers.mla import Up
 from kvjax.layers.retention import State, retain
 from kvjax.layers.rope import score_factor
-from pallas_kernels.flash_attention import causal_partial
+from pallas_kernels.flash_attention import flash_attention, unsupported
 from pallas_kernels.softmax import finish, with_sinks
 
 
@@ -33,6 +34,27 @@ def how_of(config: ModelConfig, place: Place) -> How:
     if config.mla is not None:
         scale = scale * score_factor(config.rope)
     return How(scale, place.kind.rope, config.rope_interleave, config.attn_logit_softcap)
+
+
+def attended_by(config: ModelConfig, *, dtype: str, tokens: int) -> str:
+    """What computes the attention of a row's new tokens to each other on this machine, in words.
+
+    For programs of one device; on several it is plain XLA (`pallas_kernels.devices`).
+    """
+    platform = jax.default_backend()
+    if platform != "tpu":
+        return f"plain XLA (no kernel for {platform})"
+    heads, groups = config.num_kv_heads, config.num_heads // config.num_kv_heads
+    key = value = config.head_dim
+    if config.mla is not None:
+        mla, heads, groups = config.mla, config.num_heads, 1
+        key, value, latent = mla.qk_head_dim, mla.v_head_dim, mla.kv_lora_rank
+        if absorbs(tokens, latent=latent, key=mla.qk_nope_head_dim, value=value):
+            heads, groups = 1, config.num_heads
+            key, value = latent + mla.qk_rope_head_dim, latent
+    q = jax.ShapeDtypeStruct((1, tokens, heads, groups, key), jnp.dtype(dtype))
+    reason = unsupported(q, jax.ShapeDtypeStruct((1, tokens, heads, value), q.dtype))
+    return f"plain XLA ({reason})" if reason else "the TPU kernel"
 
 
 class Dense:
@@ -50,7 +72,7 @@ class Dense:
     def __call__(
         self, q: Float[Array, "B A K G H"], kv: KV, *, sinks: Any = None
     ) -> Float[Array, "B A K G H"]:
-        part = causal_partial(
+        part = flash_attention(
             q,
             kv.k,
             kv.v,

@@ -18,7 +18,7 @@ from kvjax.cache.turning import Turn, rope_tile, turned_back
 from kvjax.codecs.base import Codec, Codes, Params
 from kvjax.config import RopeConfig
 from kvjax.layers.rope import rope_tables
-from pallas_kernels.flash_attention import causal_partial
+from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.paged_attention import paged_partial, pool_partial
 from pallas_kernels.softmax import Partial, attend_tile, finish, merge, soft_cap, with_sinks
 
@@ -216,7 +216,7 @@ def chunk_part(chunk: Chunk, window: int | None) -> Partial:
     """Attention of the chunk to itself."""
     rows, how = chunk.rows, chunk.how
     if chunk.k.shape[1] > 1:
-        part = causal_partial(
+        part = flash_attention(
             chunk.q,
             chunk.k,
             chunk.v,

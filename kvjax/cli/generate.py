@@ -198,9 +198,13 @@ def _finish(
         for row, prompt in enumerate(prompts):
             _write(f"=== {row + 1}/{len(prompts)}: {_one_line(prompt)}\n{text.texts[row]}\n\n")
     if args.report:
+        from kvjax.attending import attended_by
         from kvjax.cache import format_report
 
         print(format_report(result.stats["cache"]), file=sys.stderr)
+        chunk = text.run.engine.chunks(max(result.stats["prompt_tokens"]))[0]
+        by = attended_by(session.model.config, dtype=session.dtype, tokens=chunk)
+        print(f"  a prompt's {chunk} tokens attend to each other by {by}", file=sys.stderr)
     say(_summary(result, reasons, compiled))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from kvjax.attending import attended_by
 from kvjax.checkpoints.export import export
 from kvjax.config import need
 from kvjax.training.checkpoint import RECORD, Checkpoints, changed_fields, write_record
@@ -46,9 +47,11 @@ def train(config: TrainConfig, run: str | Path, *, report: Report | None = None)
     _check_folder(run)
     data = load_dataset(config.data, config.model)
     facts = data.facts()
+    attention = attended_by(config.model, dtype=config.training.dtype, tokens=config.data.context)
     report.note(
         f"{config.model.num_params():,} parameters; {facts['train_tokens']:,} training and"
-        f" {facts['heldout_tokens']:,} held-out tokens of {data.files[0]} and {data.files[1]} files"
+        f" {facts['heldout_tokens']:,} held-out tokens of {data.files[0]} and {data.files[1]}"
+        f" files; attention by {attention}"
     )
     checkpoints = Checkpoints(run)
     try:

@@ -134,7 +134,7 @@ def forward(
             *id_scratch(f, G * f.rows),
         ],
     )
-    shapes = [jax.ShapeDtypeStruct((B, K, G, T, *s), jnp.float32) for s in ((R,), ())]
+    shapes = [result((B, K, G, T, *s), q) for s in ((R,), ())]
     return pl.pallas_call(
         functools.partial(_forward, f=f),
         grid_spec=grid,
@@ -143,6 +143,12 @@ def forward(
         name="flash_attention",
         interpret=f.interpret,
     )(*scalars, *ids, q, k, v)
+
+
+def result(shape: tuple[int, ...], like: Array) -> jax.ShapeDtypeStruct:
+    """float32, and in a `shard_map` another on each of the devices on which `like` is."""
+    varying = jax.typeof(like).manual_axis_type
+    return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying)
 
 
 def operands(lengths, documents: Documents | None) -> tuple[tuple, tuple]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -25,6 +24,7 @@ from pallas_kernels.flash_attention.tpu import (
     id_specs,
     operands,
     product,
+    result,
     to_rows,
     widen,
 )
@@ -68,7 +68,7 @@ def _dq(scalars, ids, q, k, v, lse, delta, do, f: Flash) -> Array:
     return pl.pallas_call(
         functools.partial(_dq_kernel, f=f),
         grid_spec=grid,
-        out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        out_shape=result(q.shape, q),
         compiler_params=compiler_params(),
         name="flash_attention_dq",
         interpret=f.interpret,
@@ -135,7 +135,7 @@ def _dkv(scalars, ids, q, k, v, lse, delta, do, f: Flash) -> tuple[Array, Array]
     return pl.pallas_call(
         functools.partial(_dkv_kernel, f=f),
         grid_spec=grid,
-        out_shape=[jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k, v)],
+        out_shape=[result(x.shape, x) for x in (k, v)],
         compiler_params=compiler_params(),
         name="flash_attention_dkv",
         interpret=f.interpret,

@@ -90,8 +90,10 @@ def _blockwise(q, k, v, real, documents, *, block, offset, window, **how) -> Par
             new = _block(q_i, k[j], v[j], at[None], to, real[j], ids, window=window, **how)
             return merge(part, new)
 
-        shape = (B, K, G, rows)
-        empty = Partial(jnp.zeros((*shape, v.shape[-1])), jnp.full(shape, MASKED), jnp.zeros(shape))
+        def full(value, *width):  # as q in a `shard_map`: on each device another
+            return jnp.full_like(q_i, value, dtype=jnp.float32, shape=(B, K, G, rows, *width))
+
+        empty = Partial(full(0, v.shape[-1]), full(MASKED), full(0))
         return jax.lax.scan(one_key_block, empty, jnp.arange(k.shape[0]))[0]
 
     parts = jax.lax.map(lambda x: one_query_block(*x), (jnp.arange(q.shape[0]), q, q_ids))

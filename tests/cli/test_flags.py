@@ -126,6 +126,7 @@ def test_evict_reaches_the_cache(ask, plain):
 def test_report_prints_bytes_by_part(cli):
     done = cli("--report", "--max-tokens", "2", "hello")
     assert "pages" in done.err
+    assert "32 tokens attend to each other by plain XLA (no kernel for cpu)" in done.err
     assert "pages" not in cli("--max-tokens", "2", "hello").err
 
 
