@@ -51,7 +51,7 @@ class KiviKey(Asymmetric):
         pair = pair.reshape(*pair.shape[:-1], -1, LANES)  # spans, lane tiles, lanes
         return jnp.concatenate([words, pair.reshape(*words.shape[:-2], -1, LANES)], axis=-2)
 
-    def values(self, words, side, *, channels_first):
+    def values(self, words, side, params, *, channels_first):
         rows = self._code_rows(words.shape[-2])
         q = jnp.swapaxes(self.levels(words[..., :rows, :]), -1, -2)  # T H
         pair = words[..., rows:, :]
@@ -61,7 +61,7 @@ class KiviKey(Asymmetric):
         )
         return q * scale + low
 
-    def scores(self, q, sums, words, side, factor):
+    def scores(self, q, sums, words, side, factor, columns=None):
         R, H = q.shape
         rows = packing.word_rows(H, self.bits)
         tile = self.tile(words[:rows])

@@ -17,7 +17,7 @@ def test_unpack_gives_what_the_leaves_stand_for(name, head_dim):
     v = random_leaves(v_code, rng, (2, 3), head_dim, mean=1.0)
     pages = fmt.pack(k.leaves, v.leaves)
     assert pages.shape == (2, fmt.rows, 128)
-    for got, plain in zip(fmt.unpack(pages), (k, v), strict=True):
+    for got, plain in zip(fmt.unpack(pages, (k.params, v.params)), (k, v), strict=True):
         np.testing.assert_allclose(got, plain.values, rtol=1e-4, atol=1e-4)
 
 
