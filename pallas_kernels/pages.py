@@ -192,7 +192,8 @@ class PageFormat:
 
 
 def _numbers(code: Code, bits: Int[Array, "*lead K n 128"], first: int) -> Array | None:
-    return code.from_bits(bits[..., first : first + code.halves, :]) if code.halves else None
+    rows = [bits[..., first + i, :] for i in range(code.halves)]
+    return jnp.stack(code.from_bits(rows), axis=-2) if rows else None
 
 
 def _side_words(sides: list[Int[Array, "*lead K n 128"]]) -> Int[Array, "*lead r 128"]:

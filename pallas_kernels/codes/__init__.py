@@ -25,6 +25,6 @@ def for_generation(code: Code, generation: int) -> Code:
         return Smooth(code.bits, table=code.table)
     if type(code) in (Symmetric, Asymmetric, KiviKey) and code.bits < 8:
         code = dataclasses.replace(code, order="adjacent" if generation >= 6 else "pairs")
-    if type(code) in (Symmetric, Asymmetric, Float8) and code.groups == 1:
+    if type(code) in (Symmetric, Asymmetric, Float8, OutlierKey, OutlierValue) and code.groups == 1:
         code = dataclasses.replace(code, narrow=generation >= 6)
     return code

@@ -67,11 +67,6 @@ class Code(abc.ABC):
         """float16 numbers of a token, beside its words: scales of the groups, then lows."""
         return self.groups * (self.has_scale + self.has_low)
 
-    @property
-    def whole(self) -> int:
-        """How many of these, the first, are integers of 16 bits instead."""
-        return 0
-
     def param_shapes(self, num_kv_heads: int, head_dim: int) -> Shapes:
         """The arrays that a call brings for a `calibrated` code, float32."""
         return {}
@@ -106,22 +101,11 @@ class Code(abc.ABC):
     def side_bits(self, leaves: Leaves) -> Int[Array, "*lead n T"] | None:
         """The 16 bits of each number of `side`."""
         side = self.side(leaves)
-        if side is None or not self.whole:
-            return None if side is None else packing.half_bits(side)
-        first, rest = side[..., : self.whole, :], side[..., self.whole :, :]
-        return jnp.concatenate([first.astype(jnp.int32), packing.half_bits(rest)], axis=-2)
+        return None if side is None else packing.half_bits(side)
 
-    def from_bits(self, bits: Int[Array, "*lead n T"]) -> Float[Array, "*lead n T"]:
-        """Inverse of `side_bits`; the higher bits may hold anything."""
-        first = [self.read(i, bits[..., i : i + 1, :]) for i in range(self.whole)]
-        rest = packing.half_value(bits[..., self.whole :, :])
-        return jnp.concatenate([*first, rest], axis=-2) if first else rest
-
-    def read(self, number: int, bits: Int[Array, "*b"]) -> Float[Array, "*b"]:
-        """One number of `side`, of its bits."""
-        if number < self.whole:
-            return (bits & 0xFFFF).astype(jnp.float32)
-        return packing.half_value(bits)
+    def from_bits(self, bits: list[Int[Array, "*b"]]) -> list[Float[Array, "*b"]]:
+        """The rows of `side`, of those of `side_bits`; the higher bits may hold anything."""
+        return [packing.half_value(x) for x in bits]
 
     def values(
         self,

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
+import operator
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -32,12 +34,12 @@ class _Calibrated(Code):
     """2 to 4 bits. outliers: of a token. Leaves: `q [..., T, H]` unsigned; `outlier [..., n, T]`
     float16 and `outlier_index [..., n, T]`, their channels.
 
-    A token's float16 numbers: two channels in the bits of each of the first, then the outliers.
-    3 bits lie as 2 + 1.
+    Beside a token's words: its outliers' channels, two to the bits of a float16, and the outliers.
+    Words lie in an order of their own (`_places`). Numbers are float32 up to the product; narrow:
+    once scaled they are bfloat16, and so are the places of outliers.
     """
 
     bits: int = 4
-    order: str = "fields"
     outliers: int = 1
     has_scale: ClassVar[bool] = False
     calibrated: ClassVar[bool] = True
@@ -46,16 +48,11 @@ class _Calibrated(Code):
     def __post_init__(self):
         super().__post_init__()
         need(self.bits in (2, 3, 4), "bits", "2, 3 or 4", self.bits)
-        need(self.order == "fields", "order", "'fields'", self.order)
         need(0 <= self.outliers <= 8, "outliers", "0 to 8", self.outliers)
 
     @property
     def halves(self) -> int:
-        return self.whole + self.outliers
-
-    @property
-    def whole(self) -> int:
-        return -(-self.outliers // 2)
+        return self._pairs + self.outliers
 
     def param_shapes(self, num_kv_heads: int, head_dim: int) -> Shapes:
         return {"levels": (num_kv_heads, 2**self.bits)}
@@ -63,45 +60,40 @@ class _Calibrated(Code):
     # --- the page ---------------------------------------------------------------------------------
 
     def word_rows(self, entries: int) -> int:
-        if entries > 256 or entries % _ROWS:
+        step = 32 if self.bits == 3 else 32 // self.bits
+        if entries > 256 or entries % step:
             raise NotImplementedError(
-                f"{type(self).__name__}: needs a multiple of 8 channels, at most 256 (an outlier's "
-                f"channel is a byte), got {entries}."
+                f"{type(self).__name__}: codes of {self.bits} bits need a multiple of {step} "
+                f"channels, at most 256 (an outlier's channel is a byte), got {entries}."
             )
-        return sum(packing.word_rows(entries, width) for width in self._planes)
+        return entries * self.bits // 32
 
     def pack(self, leaves: Leaves, *, channels_first: bool) -> Int[Array, "*lead W L"]:
         q = leaves["q"].astype(jnp.int32)
-        q = jnp.swapaxes(q, -1, -2) if channels_first else q
-        parts, shift = [], 0
-        for width in self._planes:
-            parts.append(_pack((q >> shift) & (2**width - 1), width))
-            shift += width
-        return jnp.concatenate(parts, axis=-2)
+        return _pack(jnp.swapaxes(q, -1, -2) if channels_first else q, self.bits)
 
-    def side(self, leaves: Leaves) -> Array | None:
-        if not self.outliers:
-            return None
-        index = leaves["outlier_index"].astype(jnp.float32)
+    def side_bits(self, leaves: Leaves) -> Int[Array, "*lead n T"]:
+        index = leaves["outlier_index"].astype(jnp.int32)
         index = jnp.pad(index, [(0, 0)] * (index.ndim - 2) + [(0, self.outliers % 2), (0, 0)])
-        pairs = index[..., ::2, :] + 256.0 * index[..., 1::2, :]
-        return jnp.concatenate([pairs, leaves["outlier"].astype(jnp.float32)], axis=-2)
+        pairs = index[..., ::2, :] | (index[..., 1::2, :] << 8)
+        return jnp.concatenate([pairs, packing.half_bits(leaves["outlier"])], axis=-2)
+
+    def from_bits(self, bits: list[Int[Array, "*b"]]) -> list[Float[Array, "*b"]]:
+        """Channels, then outliers, then what else there is."""
+        pairs = [x for pair in bits[: self._pairs] for x in (pair & 255, (pair >> 8) & 255)]
+        channels = [x.astype(jnp.float32) for x in pairs[: self.outliers]]
+        return channels + super().from_bits(bits[self._pairs :])
 
     def levels(self, words: Int[Array, "*lead W L"]) -> Int[Array, "*lead n L"]:
         """The codes, which are yet to be looked up."""
-        q, row, shift = jnp.int32(0), 0, 0
-        for width, rows in zip(self._planes, self._rows(words.shape[-2]), strict=True):
-            q = q | (_unpack(words[..., row : row + rows, :], width) << shift)
-            row, shift = row + rows, shift + width
-        assert isinstance(q, Array)
-        return q
+        return _unpack(words, self.bits)
 
     def values(self, words, side, params, *, channels_first):
         q = jnp.swapaxes(self.levels(words), -1, -2)  # T H
         x = self._plain(_choose(q, _per_head(params["levels"], q)), side, params)
-        channel = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+        channel = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1).astype(jnp.float32)
         for i in range(self.outliers):
-            index, value = self._outlier(i, [side[..., j, :, None] for j in range(self.halves)])
+            index, value = (side[..., j, :, None] for j in (i, self.outliers + i))
             x = jnp.where(channel == index, value, x)
         return x
 
@@ -118,10 +110,7 @@ class _Calibrated(Code):
         return _on_all_lanes(jnp.pad(levels, [(0, 0), (0, -levels.shape[1] % _ROWS)]))
 
     def numbers(self, words: Int[Array, "W L"]) -> Int[Array, "n L"]:
-        """The codes, which are yet to be looked up."""
-        low, *high = self._rows(words.shape[0])
-        q = _fields(words[:low], self._planes[0], 0)
-        return q | _fields(words[low:], 1, 2) if high else q
+        return self.levels(words)
 
     def across_tile(self, words, side, columns):
         return self._entries(words, side, columns).astype(jnp.bfloat16)
@@ -130,13 +119,14 @@ class _Calibrated(Code):
         return matmul(q, self.across_tile(words, side, columns)) * factor
 
     def turned_scores(self, q, sums, words, side, cos, sin, factor, columns=None):
-        x = turned(self._entries(words, side, columns), cos, sin, axis=0)
+        x = self._entries(words, side, columns)
+        x = turned(x, cos.astype(x.dtype), sin.astype(x.dtype), axis=0)
         return matmul(q, x.astype(jnp.bfloat16)) * factor
 
     def _entries(
         self, words: Int[Array, "W S"], side: list[Array], columns: Any
     ) -> Float[Array, "H S"]:
-        """Values, float32, page by page: 128 lanes of them stay in registers."""
+        """Values, page by page: 128 lanes of them stay in registers."""
         pages = [slice(i, i + LANES) for i in range(0, words.shape[1], LANES)]
         tiles = [self._page(words[:, at], [x[:, at] for x in side], columns) for at in pages]
         return jnp.concatenate(tiles, axis=1)
@@ -144,23 +134,28 @@ class _Calibrated(Code):
     def _page(
         self, words: Int[Array, "W 128"], side: list[Array], columns: Any
     ) -> Float[Array, "H 128"]:
-        q = self.numbers(words)
-        side = [jnp.broadcast_to(x, (_ROWS, LANES)) for x in side]
-        tables = self._tables(side, columns)
-        spots = [self._spot(*self._outlier(i, side)) for i in range(self.outliers)]
+        q, tables = self.numbers(words), self._tables(side, columns)
         registers = []
         for g in range(q.shape[0] // _ROWS):
             x = _look_up(tables, q[g * _ROWS : (g + 1) * _ROWS])
-            x = self._scaled_rows(x, g, q.shape[0], columns)
-            for place, value in spots:
-                x = jnp.where(place == g, value, x)
-            registers.append(x)
-        return jnp.concatenate(registers, axis=0)
+            registers.append(self._scaled_rows(x, g, q.shape[0], columns))
+        x = jnp.concatenate(registers, axis=0)
+        return self._with_outliers(x.astype(jnp.bfloat16) if self.narrow else x, side)
 
-    def _spot(self, channel: Int[Array, "8 128"], value: Array) -> tuple[Array, Array]:
-        """The register of a tile in which an outlier takes a lane's place, -1 in other rows."""
-        row = lax.broadcasted_iota(jnp.int32, channel.shape, 0)
-        return jnp.where((channel & 7) == row, channel >> 3, -1), value
+    def _with_outliers(self, x: Float[Array, "H 128"], side: list[Array]) -> Float[Array, "H 128"]:
+        rows = min(16 if self.narrow else _ROWS, x.shape[0])
+        row = lax.broadcasted_iota(jnp.int32, (rows, LANES), 0).astype(x.dtype)
+        wide = [jnp.broadcast_to(s, row.shape).astype(x.dtype) for s in side[: 2 * self.outliers]]
+        channels, values = wide[: self.outliers], wide[self.outliers :]
+        # where a channel less the row is a register's first channel, the outlier is there
+        spots = [(channel - row, value) for channel, value in zip(channels, values, strict=True)]
+        registers = []
+        for first in range(0, x.shape[0], rows):
+            part = x[first : first + rows]
+            for at, value in spots:
+                part = jnp.where((at == first)[: len(part)], value[: len(part)], part)
+            registers.append(part)
+        return jnp.concatenate(registers, axis=0)
 
     def _tables(self, side: list[Array], columns: Any) -> list[Float[Array, "8 128"]]:
         """Levels of each lane, eight to a register."""
@@ -172,24 +167,13 @@ class _Calibrated(Code):
         """Register g of a tile, once looked up."""
         return x
 
-    # --- both -------------------------------------------------------------------------------------
-
-    def _outlier(self, i: int, side: list[Array]) -> tuple[Array, Array]:
-        """Channel and value of each token's outlier i."""
-        pair = side[i // 2].astype(jnp.int32)
-        return (pair >> 8 if i % 2 else pair & 255), side[self.whole + i]
-
-    @property
-    def _planes(self) -> tuple[int, ...]:
-        return (2, 1) if self.bits == 3 else (self.bits,)
-
     @property
     def _table_rows(self) -> int:
         return max(_ROWS, 2**self.bits)
 
-    def _rows(self, total: int) -> list[int]:
-        """Rows of each plane's words."""
-        return [total * width // self.bits for width in self._planes]
+    @property
+    def _pairs(self) -> int:
+        return -(-self.outliers // 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,17 +206,17 @@ class OutlierValue(_Calibrated):
     def halves(self) -> int:
         return super().halves + 2
 
-    def side(self, leaves: Leaves) -> Array:
-        own = [leaves[name].astype(jnp.float32)[..., None, :] for name in ("range", "offset")]
-        outliers = super().side(leaves)
-        return jnp.concatenate(own if outliers is None else [outliers, *own], axis=-2)
+    def side_bits(self, leaves: Leaves) -> Int[Array, "*lead n T"]:
+        own = [packing.half_bits(leaves[name])[..., None, :] for name in ("range", "offset")]
+        return jnp.concatenate([super().side_bits(leaves), *own], axis=-2)
 
     def _plain(self, u, side, params):
         spread, offset = (side[..., i, :, None] for i in (-2, -1))
         return u * spread + offset
 
     def _tables(self, side, columns):
-        return [table * side[-2] + side[-1] for table in super()._tables(side, columns)]
+        spread, offset = (jnp.broadcast_to(x, (_ROWS, LANES)) for x in side[-2:])
+        return [table * spread + offset for table in super()._tables(side, columns)]
 
 
 def _look_up(tables: list[Array], q: Int[Array, "8 128"]) -> Float[Array, "8 128"]:
@@ -266,52 +250,65 @@ def _on_all_lanes(x: Float[Array, "K n"]) -> Float[Array, "K n 128"]:
     return jnp.broadcast_to(x.astype(jnp.float32)[..., None], (*x.shape, LANES))
 
 
-# Words whose fields come out eight rows at a time, a register each. Of eight rows of words, field f
-# is register f. What is left over is four, two or one row of words, whose fields lie so that the
-# words and their upper parts, one below the other, are eight such rows.
+# Codes come out of words eight rows at a time, a register each. A chunk is eight rows of words, or,
+# of what is left over, four, two or one: these lie so that the words and their upper parts, one
+# below the other, are eight rows of 16, 8 or 4 bits. A chunk's codes lie from its lowest bit up. Of
+# codes of 3 bits one or two bits remain above them: three of these are another register's.
 
 
-def _pieces(rows: int) -> list[tuple[int, int]]:
+def _chunks(rows: int) -> list[tuple[int, int]]:
     """(first row, rows) of words: eights, then at most a four, a two and a one."""
     sizes = [_ROWS] * (rows // _ROWS) + [n for n in (4, 2, 1) if rows & n]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return list(zip(starts, sizes, strict=True))
+    return [(sum(sizes[:i]), n) for i, n in enumerate(sizes)]
+
+
+def _places(rows: int, bits: int) -> list[list[tuple[int, int, int, int]]]:
+    """Of each register of codes its parts: (chunk, bit of the chunk, bit of the code, bits)."""
+    widths = [4 * n for _, n in _chunks(rows)]
+    whole = [
+        [(i, bit, 0, bits)]
+        for i, width in enumerate(widths)
+        for bit in range(0, width - bits + 1, bits)
+    ]
+    spare = [
+        (i, bit) for i, width in enumerate(widths) for bit in range(width - width % bits, width)
+    ]
+    return whole + [
+        [(i, bit, at, 1) for at, (i, bit) in enumerate(spare[j : j + bits])]
+        for j in range(0, len(spare), bits)
+    ]
 
 
 def _pack(codes: Int[Array, "*lead n L"], bits: int) -> Int[Array, "*lead W L"]:
-    *lead, entries, lanes = codes.shape
-    out, fields = [], 32 // bits
-    for row, rows in _pieces(packing.word_rows(entries, bits)):
-        x = codes[..., row * fields : (row + rows) * fields, :]
-        x = x.reshape(*lead, -1, _ROWS // rows, rows, lanes)
-        x = jnp.swapaxes(x, -4, -3).reshape(*lead, -1, lanes)
-        out.append(packing.pack(x, bits, "fields"))
-    return jnp.concatenate(out, axis=-2)
+    rows = codes.shape[-2] * bits // 32
+    codes = codes.astype(jnp.uint32)
+    chunks = [jnp.uint32(0)] * len(_chunks(rows))
+    for g, parts in enumerate(_places(rows, bits)):
+        x = codes[..., g * _ROWS : (g + 1) * _ROWS, :]
+        for i, bit, at, n in parts:
+            chunks[i] = chunks[i] | (((x >> at) & (2**n - 1)) << bit)
+    out = []
+    for (_, n), x in zip(_chunks(rows), chunks, strict=True):
+        folded = [x[..., j * n : (j + 1) * n, :] << (4 * n * j) for j in range(_ROWS // n)]
+        out.append(functools.reduce(operator.or_, folded))
+    return lax.bitcast_convert_type(jnp.concatenate(out, axis=-2), jnp.int32)
 
 
 def _unpack(words: Int[Array, "*lead W L"], bits: int) -> Int[Array, "*lead n L"]:
-    *lead, total, lanes = words.shape
+    """Inverse of `_pack`, in a kernel and outside of one."""
+    chunks = []
+    for row, n in _chunks(words.shape[-2]):
+        x = words[..., row : row + n, :]
+        parts = [_right(x, 4 * n * j) for j in range(_ROWS // n)]
+        chunks.append(jnp.concatenate(parts, axis=-2) if len(parts) > 1 else x)
     out = []
-    for row, rows in _pieces(total):
-        x = packing.unpack(words[..., row : row + rows, :], bits, "fields")
-        x = x.reshape(*lead, _ROWS // rows, -1, rows, lanes)
-        out.append(jnp.swapaxes(x, -4, -3).reshape(*lead, -1, lanes))
+    for parts in _places(words.shape[-2], bits):
+        each = [_right(chunks[i], bit - at) & ((2**n - 1) << at) for i, bit, at, n in parts]
+        out.append(functools.reduce(operator.or_, each))
     return jnp.concatenate(out, axis=-2)
 
 
-def _fields(words: Int[Array, "W L"], bits: int, shift: int) -> Int[Array, "n L"]:
-    """`_unpack` in a kernel, times 2^shift."""
-    mask, out = jnp.int32((2**bits - 1) << shift), []
-    for row, rows in _pieces(words.shape[0]):
-        x, parts = words[row : row + rows], _ROWS // rows
-        each = 32 // parts
-        if parts > 1:
-            x = jnp.concatenate([_right(x, each * part) for part in range(parts)], axis=0)
-        out += [_right(x, f - shift) & mask for f in range(0, each, bits)]
-    return jnp.concatenate(out, axis=0)
-
-
-def _right(x: Int[Array, "W L"], by: int) -> Int[Array, "W L"]:
+def _right(x: Int[Array, "*lead W L"], by: int) -> Int[Array, "*lead W L"]:
     if by <= 0:
         return x << -by if by else x
     return lax.shift_right_logical(x, jnp.int32(by))

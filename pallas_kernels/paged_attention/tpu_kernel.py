@@ -219,11 +219,11 @@ class Step:
 
     def _side(self, slot, start: int, code: Code) -> list[list[Array]]:
         """`[K][halves]` numbers of the tokens for a code, rows `[1, S]`, from number `start` on."""
-        numbers = []
+        bits = []
         for n in range(start, start + code.halves):
             pair = self._across(slot, self.fmt.side_row + n // 2 * self.K, self.K)
-            shifted = lax.shift_right_logical(pair, jnp.int32(16)) if n % 2 else pair
-            numbers.append(code.read(n - start, shifted))
+            bits.append(lax.shift_right_logical(pair, jnp.int32(16)) if n % 2 else pair)
+        numbers = code.from_bits(bits)
         return [[x[k : k + 1] for x in numbers] for k in range(self.K)]
 
     # --- stages -----------------------------------------------------------------------------------

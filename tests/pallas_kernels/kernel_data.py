@@ -66,6 +66,10 @@ CODES: dict[str, tuple[Code, Code]] = {
     "turboquant4": (book(4), book(4)),
     **{f"smooth{b}": (Smooth(b, table=NORMAL[b]),) * 2 for b in (2, 3, 4)},
     **{f"kvquant{b}": (OutlierKey(b, outliers=2), OutlierValue(b, outliers=2)) for b in (2, 3, 4)},
+    "kvquant3-narrow": (
+        OutlierKey(3, outliers=2, narrow=True),
+        OutlierValue(3, outliers=2, narrow=True),
+    ),
     "qjl": (Signs(groups=2, rows=256), Asymmetric(2, groups=4)),
     "mixed": (Symmetric(8), book(3)),
 }

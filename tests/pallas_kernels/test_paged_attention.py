@@ -91,7 +91,7 @@ SHAPES = [(1, 256, 32), (8, 64, 1), (4, 96, 9), (3, 80, 2)]  # K, H, Q
 @pytest.mark.parametrize(("K", "H", "Q"), SHAPES)
 @pytest.mark.parametrize("name", all_codes(["int4-low-pairs"]))
 def test_shapes(name, K, H, Q):
-    if name in ("turboquant3", "smooth3", "kvquant3", "mixed") and H == 80:
+    if name.startswith(("turboquant3", "smooth3", "kvquant3", "mixed")) and H == 80:
         pytest.skip("80 numbers of one bit do not fill words")
     pool = random_pool(name, K=K, H=H, B=2, M=2)
     q = queries(pool, Q)
@@ -284,6 +284,23 @@ def test_cases_that_do_not_fit_are_refused_with_the_reason():
         call(*arrays, window=4)
     with pytest.raises(ValueError, match="queries: expected a divisor of Q=2"):
         call(*arrays, queries=3)
+    calibrated = random_pool("kvquant3", K=1, H=64, B=1, M=1)
+    for params, field in (
+        (({}, {}), r"params: k: levels: expected \(1, 8\), got None"),
+        (
+            (calibrated.params[0], {"levels": jnp.zeros((1, 4))}),
+            r"params: v: levels: .* got \(1, 4\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=field):
+            paged_attention(
+                arrays[0],
+                calibrated.pages,
+                *arrays[2:],
+                fmt=calibrated.fmt,
+                scale=0.1,
+                params=params,
+            )
     with pytest.raises(ValueError, match="KV heads: expected 1, got 2"):
         call(jnp.repeat(arrays[0], 2, axis=1), *arrays[1:])
     assert choose(pool.fmt, "cpu") == "xla"

@@ -74,6 +74,7 @@ def seen(lengths, S, Q):
         "int4-groups",
         "fp8-e5m2",
         "kvquant3",
+        "kvquant3-narrow",
     ]
     + [
         pytest.param(name, marks=pytest.mark.slow)
