@@ -299,8 +299,8 @@ def _unpack(words: Int[Array, "*lead W L"], bits: int) -> Int[Array, "*lead n L"
     chunks = []
     for row, n in _chunks(words.shape[-2]):
         x = words[..., row : row + n, :]
-        parts = [_right(x, 4 * n * j) for j in range(_ROWS // n)]
-        chunks.append(jnp.concatenate(parts, axis=-2) if len(parts) > 1 else x)
+        below = [_right(x, 4 * n * j) for j in range(1, _ROWS // n)]
+        chunks.append(jnp.concatenate([x, *below], axis=-2) if below else x)
     out = []
     for parts in _places(words.shape[-2], bits):
         each = [_right(chunks[i], bit - at) & ((2**n - 1) << at) for i, bit, at, n in parts]
