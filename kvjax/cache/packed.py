@@ -114,11 +114,12 @@ def _words_leaves(codec: Codec, codes: Codes) -> Codes:
 
 
 def _kvquant_code(codec: KVQuantKey | KVQuantValue, dtype: Any, dim: int) -> tiles.Code | None:
-    plane = 1 if codec.bits == 3 else codec.bits  # the narrowest, which must fill words
-    if codec.bits not in (2, 3, 4) or dim > 256 or dim * plane % 32 or codec.num_outliers(dim) > 8:
+    if codec.bits not in (2, 3, 4) or codec.num_outliers(dim) > 8:
         return None
     kind = tiles.OutlierKey if isinstance(codec, KVQuantKey) else tiles.OutlierValue
-    return kind(codec.bits, outliers=codec.num_outliers(dim))
+    code = kind(codec.bits, outliers=codec.num_outliers(dim))
+    code.word_rows(dim)  # raises where its words do not fit the channels
+    return code
 
 
 def _turboquant_code(codec: TurboQuant, dtype: Any, dim: int) -> tiles.Code | None:

@@ -73,8 +73,7 @@ def paged_attention_tpu(
     scalars = _schedule(table, lengths, starts, options, programs)
     q = jnp.pad(q, ((0, programs * batch - B), (0, 0), (0, 0), (0, 0)))
     angles = () if turn is None else _angles(turn, table.shape[1])
-    fixed = (*angles, *fmt.columns(params))
-    outputs = _call(q, pages, fixed, scalars, options, interpret)
+    outputs = _call(q, pages, (*angles, *fmt.columns(params)), scalars, options, interpret)
     acc, stats, loose, *scores = (x[:B].reshape(B, K, -1, *x.shape[2:]) for x in outputs)
     top, mass, acc = stats[..., :Q, 0] / LOG2E, stats[..., :Q, 1], acc[..., :Q, :]
     if fmt.v.needs_sums:

@@ -87,8 +87,12 @@ def test_what_the_kernels_do_not_read_is_refused_with_the_reason():
     for name, match in (("turboquant5", "bits=5"), ("kivi3", "bits=3"), ("pca2", "pca: no TPU")):
         with pytest.raises(NotImplementedError, match=match):
             page_format(spec_of(codecs.pair(name)), generation=6)
-    for fields, head_dim in (({"outliers": 0.1}, 128), ({}, 512), ({}, 80)):
-        with pytest.raises(NotImplementedError, match="no TPU kernel reads KVQuantKey"):
+    for fields, head_dim, match in (
+        ({"outliers": 0.1}, 128, "no TPU kernel reads KVQuantKey.*outliers=0.1"),
+        ({}, 512, "at most 256 .* got 512"),
+        ({}, 80, "3 bits need a multiple of 32 channels, .* got 80"),
+    ):
+        with pytest.raises(NotImplementedError, match=match):
             page_format(spec_of(codecs.pair("kvquant3", **fields), head_dim=head_dim), generation=6)
     with pytest.raises(NotImplementedError, match="page_size: TPU kernels need 128"):
         page_format(spec_of(codecs.pair("int8"), page_size=64), generation=6)

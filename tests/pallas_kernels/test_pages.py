@@ -1,3 +1,4 @@
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_data import CODES, book, random_leaves
@@ -27,6 +28,17 @@ def test_unpack_gives_what_the_leaves_stand_for(name, head_dim):
     assert pages.shape == (2, fmt.rows, 128)
     for got, plain in zip(fmt.unpack(pages, (k.params, v.params)), (k, v), strict=True):
         np.testing.assert_allclose(got, plain.values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_words_of_calibrated_codes_have_every_code_once(bits):
+    """Whatever is left over of eight rows of words."""
+    code = OutlierKey(bits)
+    for channels in range(32, 257, 32):
+        q = np.random.default_rng(channels).integers(0, 2**bits, (2, 128, channels))
+        words = code.pack({"q": jnp.asarray(q)}, channels_first=True)
+        assert words.shape == (2, channels * bits // 32, 128)
+        np.testing.assert_array_equal(code.levels(words), np.swapaxes(q, 1, 2))
 
 
 def test_bits_of_a_page():
