@@ -25,6 +25,7 @@ def environment() -> Mapping[str, str]:
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_WORKER_ID": "0",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+        "TPU_MIN_LOG_LEVEL": "3",  # where its simulator gives up it logs gigabytes
     }
 
 

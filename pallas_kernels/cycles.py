@@ -133,24 +133,30 @@ class Estimate:
 def profile(case: Case) -> Estimate:
     """Compiles in a new process and reads libtpu's dumps. Without cycles (NaN) where its simulator
     gives up; raises RuntimeError with its last words where it does not compile."""
+    command = [sys.executable, "-m", "pallas_kernels.cycles"]
+    command += ["--one", json.dumps(dataclasses.asdict(case))]
+    return profile_command(command, units=case.units)
+
+
+def profile_command(command: list[str], *, units: float) -> Estimate:
+    """What libtpu dumps where the command compiles a kernel that is called "kernel", and prints the
+    units of one step of it. units: of the whole."""
     with tempfile.TemporaryDirectory() as folder:
         dumps = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         simulate = f" --xla_jf_dump_static_llo_profile_to={folder}"
-        done = _run(case, dumps + simulate)
+        done = _run(command, dumps + simulate)
         if done.returncode:  # its simulator ends the process on some instructions
             for path in glob.glob(f"{folder}/*"):
                 os.remove(path)
-            done = _run(case, dumps)
+            done = _run(command, dumps)
         if done.returncode:
-            raise RuntimeError(f"{case}: ended with {done.returncode}: {done.stderr[-800:]}")
-        return _read(folder, case, block_units=json.loads(done.stdout.splitlines()[-1]))
+            raise RuntimeError(f"{command}: ended with {done.returncode}: {done.stderr[-800:]}")
+        return _read(folder, units=units, block_units=json.loads(done.stdout.splitlines()[-1]))
 
 
-def _run(case: Case, flags: str) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], flags: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **aot.environment(), "LIBTPU_INIT_ARGS": flags}
     environment.pop("XLA_FLAGS", None)  # libtpu ends the process on a flag of the CPU's
-    spec = json.dumps(dataclasses.asdict(case))
-    command = [sys.executable, "-m", "pallas_kernels.cycles", "--one", spec]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
@@ -170,9 +176,9 @@ def _compile_one(case: Case) -> float:
     o = dataclasses.replace(o, half=case.head_dim // 2 if case.turned else 0)
     blocks = M // o.pages
     scalars = [
-        _Known(lambda at: at[0] * M + at[1], (B, M)),
-        *[_Known(functools.partial(lambda n, at: n, n)) for n in (case.tokens, 0, 0, blocks)],
-        _Known(lambda at: B * blocks),
+        Known(lambda at: at[0] * M + at[1], (B, M)),
+        *[Known(functools.partial(lambda n, at: n, n)) for n in (case.tokens, 0, 0, blocks)],
+        Known(lambda at: B * blocks),
     ]
     q = jax.ShapeDtypeStruct(
         (B, case.num_kv_heads, rows, fmt.query_width),
@@ -205,7 +211,7 @@ def _compile_one(case: Case) -> float:
     return o.tokens * case.num_kv_heads / 1024
 
 
-class _Known:
+class Known:
     """Stands for a scalar array whose numbers are known while tracing."""
 
     def __init__(self, value, shape=(0, 0)):
@@ -215,7 +221,7 @@ class _Known:
         return self._value(at)
 
 
-def _read(folder: str, case: Case, *, block_units: float) -> Estimate:
+def _read(folder: str, *, units: float, block_units: float) -> Estimate:
     def text(pattern: str) -> str:
         paths = glob.glob(f"{folder}/*{pattern}*")
         if not paths:
@@ -235,10 +241,10 @@ def _read(folder: str, case: Case, *, block_units: float) -> Estimate:
     slots = dict(zip(names, map(sum, zip(*counts, strict=True)), strict=True))
     assert bundles is not None
     per_unit = int(bundles[1]) / block_units
-    if cycles / case.units < per_unit / 2:  # it lost a loop
+    if cycles / units < per_unit / 2:  # it lost a loop
         cycles = float("nan")
     return Estimate(
-        cycles=cycles / case.units,
+        cycles=cycles / units,
         bundles=per_unit,
         valu=slots["VALU"] / block_units,
         matpush=slots["MATPUSH"] / block_units,

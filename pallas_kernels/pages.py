@@ -43,6 +43,18 @@ class KeyPart(NamedTuple):
     side: int
 
 
+class Section(NamedTuple):
+    """Words of a head's page: source 0 for keys (latents), 1 for values (rotated keys); the
+    channels in them; the first of their rows among the head's."""
+
+    source: int
+    code: Code
+    start: int
+    stop: int
+    row: int
+    channels_first: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class PageFormat:
     """k, v: what the entries are made of. Static, and the key to every kernel on its pools."""
@@ -67,6 +79,17 @@ class PageFormat:
     def key_parts(self) -> tuple[KeyPart, ...]:
         """What a head's keys are made of."""
         return (KeyPart(self.k, 0, self.query_width, 0, self.key_rows, 0),)
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """What is written of a head."""
+        H, each = self.head_dim, self.head_dim // self.value_tiles
+        keys = Section(0, self.k, 0, H, 0, True)
+        values = [
+            Section(1, self.v, i, i + each, self.value_row(i // each), self.values_channels_first)
+            for i in range(0, H, each)
+        ]
+        return (keys, *values)
 
     @property
     def value_side(self) -> int:
@@ -235,6 +258,11 @@ class LatentFormat(PageFormat):
         latent = KeyPart(self.k, 0, C, 0, rows, 0)
         turned = self.rope.word_rows(self.rope.width(self.rope_dim))
         return latent, KeyPart(self.rope, C, self.query_width, rows, turned, self.k.halves)
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        latent = Section(0, self.k, 0, self.head_dim, 0, True)
+        return latent, Section(1, self.rope, 0, self.rope_dim, self.key_rows, True)
 
     @property
     def value_side(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 ORDERS = ("adjacent", "pairs", "fields")
 
@@ -70,6 +70,29 @@ def unpack(words: Int[Array, "*lead W L"], bits: int, order: str) -> Int[Array, 
 def half_bits(x: Array) -> Int[Array, "*x"]:
     """float16 bits of numbers, in the low 16 bits of int32."""
     return lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint16).astype(jnp.int32)
+
+
+def float_bits(x: Float[Array, "*x"], *, exponent: int, mantissa: int) -> Int[Array, "*x"]:
+    """Bits of the nearest float with this many bits of exponent and mantissa (IEEE's bias, ties to
+    even), in 32-bit arithmetic: what kernels have instead of a cast. |x| within the format's
+    range."""
+    bias, drop = 2 ** (exponent - 1) - 1, 23 - mantissa
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    magnitude = bits & 0x7FFFFFFF
+    odd = lax.shift_right_logical(magnitude, jnp.int32(drop)) & 1
+    rounded = magnitude + (2 ** (drop - 1) - 1) + odd
+    normal = lax.shift_right_logical(rounded, jnp.int32(drop)) - ((127 - bias) << mantissa)
+    # a power of two whose last place is the format's smallest: adding it rounds subnormals there
+    large = jnp.float32(2.0 ** (24 - bias - mantissa))
+    small = lax.bitcast_convert_type(_as_float(magnitude) + large, jnp.int32) & 0x7FFFFF
+    smallest_normal = (128 - bias) << 23
+    sign = lax.shift_right_logical(bits, jnp.int32(31)) << (exponent + mantissa)
+    return jnp.where(magnitude < smallest_normal, small, normal) | sign
+
+
+def as_half(x: Float[Array, "*x"]) -> Float[Array, "*x"]:
+    """The nearest float16, as float32, clipped to what it holds."""
+    return half_value(float_bits(jnp.clip(x, -65504.0, 65504.0), exponent=5, mantissa=10))
 
 
 def half_value(x: Int[Array, "*x"]) -> Array:

@@ -9,6 +9,7 @@ lies, but copies a slice out first (measured: 1.5 times the time of attention at
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +19,15 @@ from jaxtyping import Array, Int
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codec, Codes
 from pallas_kernels.codes.base import LANES
+
+#: of a block's keys and values, where pages lie in it and whose slots they are, the block with
+#: these pages written
+Write = Callable[[Codes, Codes, Int[Array, "slots *n"], slice], tuple[Codes, Codes]]
+
+
+def put_codes(block: Codes, at: Int[Array, "n"], new: Codes) -> Codes:
+    """A block with pages `at` replaced; new: leaves `[n, ...]`."""
+    return {name: leaf.at[at].set(new[name].astype(leaf.dtype)) for name, leaf in block.items()}
 
 
 @jax.tree_util.register_dataclass
@@ -46,23 +56,18 @@ class Pool:
         block, offset = self._where(slot)
         return self.k[block], self.v[block], offset
 
-    def put(self, ids: Int[Array, "slots"], k: Codes, v: Codes) -> Pool:
-        """The pool with one page of every slot replaced; k, v: leaves `[slots, ...]`."""
-
-        def write(blocks: tuple[Codes, ...], new: Codes) -> tuple[Codes, ...]:
-            per = self.slots // len(blocks)
-            at = ids + jnp.arange(self.slots) % per * self.pages
-
-            def one(i: int, block: Codes) -> Codes:
-                own = slice(i * per, (i + 1) * per)
-                return {
-                    name: leaf.at[at[own]].set(new[name][own].astype(leaf.dtype))
-                    for name, leaf in block.items()
-                }
-
-            return tuple(one(i, block) for i, block in enumerate(blocks))
-
-        return dataclasses.replace(self, k=write(self.k, k), v=write(self.v, v))
+    def put(self, ids: Int[Array, "slots *n"], write: Write) -> Pool:
+        """The pool with pages of every slot written, block by block; an id of -1 stands for none,
+        and stays -1."""
+        per = self.slots // len(self.k)
+        offset = (jnp.arange(self.slots) % per * self.pages).reshape(-1, *[1] * (ids.ndim - 1))
+        at = jnp.where(ids < 0, -1, ids + offset)
+        both = []
+        for i, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
+            own = slice(i * per, (i + 1) * per)
+            both.append(write(k, v, at[own], own))
+        k_blocks, v_blocks = zip(*both, strict=True)
+        return dataclasses.replace(self, k=k_blocks, v=v_blocks)
 
     def _where(self, slot: Any) -> tuple[int, Any]:
         if len(self.k) == 1:

@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -141,6 +142,11 @@ def times_head(
     flat = wide.reshape(wide.shape[0], -1, wide.shape[-1])
     y = jnp.matmul(flat, matrix, precision="highest").reshape(*wide.shape[:-1], -1)
     return jnp.moveaxis(y, 0, -3).astype(x.dtype)
+
+
+def stored_as(dtype: Any) -> Callable[[Array], Array]:
+    """`as_scale` of this dtype."""
+    return functools.partial(as_scale, dtype=dtype)
 
 
 def as_scale(s: Float[Array, "*s"], dtype: Any = jnp.float16) -> Float[Array, "*s"]:

@@ -66,6 +66,26 @@ def nearest(x: Float[Array, "*x"], bounds: Sequence[Any]) -> UInt32[Array, "*x"]
     return code
 
 
+def quantise(
+    x: Float[Array, "*x"], levels: Sequence[float]
+) -> tuple[UInt32[Array, "*x"], Float[Array, "*x"]]:
+    """`nearest` by the midpoints of levels, and `lookup` of it. Levels that mirror each other about
+    0 take half of the work, and a number between two of them goes to the smaller."""
+    half = len(levels) // 2
+    mirrored = all(a == -b for a, b in zip(levels, levels[::-1], strict=True))
+    if len(levels) > 2**_TREE_BITS or not mirrored:
+        codes = nearest(x, midpoints(levels))
+        return codes, lookup(codes, levels)
+    size = jnp.abs(x)
+    code, level = jnp.zeros(x.shape, jnp.int32), jnp.full(x.shape, levels[half], jnp.float32)
+    for i, bound in enumerate(midpoints(levels[half:]), start=1):
+        beyond = size > bound
+        code, level = jnp.where(beyond, i, code), jnp.where(beyond, levels[half + i], level)
+    above = x > 0
+    code = jnp.where(above, half + code, half - 1 - code)
+    return code.astype(jnp.uint32), jnp.where(above, level, -level)
+
+
 def lookup(codes: UInt32[Array, "*x"], levels: Sequence[Any]) -> Float[Array, "*x"]:
     """levels[codes], as a tree of selects on the bits of the code: no gather, so it also lowers in
     a kernel. A level is a number, or an array that broadcasts with the codes at equal rank."""

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
-from kvjax.codecs.base import Codec, Codes, Params, as_scale, divide
+from kvjax.codecs.base import Codec, Codes, Params, divide, stored_as
+from kvjax.codecs.uniform import Store
 
 _TOP = 448.0
 _FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -37,16 +38,22 @@ class Fp8(Codec):
             raise ValueError(f"fp8: format: expected one of {sorted(_FORMATS)}, got {self.format}.")
 
     def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
-        x = x.astype(jnp.float32)
-        scale = as_scale(jnp.max(jnp.abs(x), axis=-1) / _TOP, self.scale_dtype)
-        # clip first: a cast of more than 464 to e4m3 is NaN, it does not saturate
-        scaled = jnp.clip(divide(x, scale[..., None]), -_TOP, _TOP)
-        bits = lax.bitcast_convert_type(scaled.astype(_FORMATS[self.format]), jnp.uint8)
-        return {"x": bits, "scale": scale}
+        x, scale = scaled(x.astype(jnp.float32), axis=-1, store=stored_as(self.scale_dtype))
+        bits = lax.bitcast_convert_type(x.astype(_FORMATS[self.format]), jnp.uint8)
+        return {"x": bits, "scale": scale[..., 0]}
 
     def decode(self, codes: Codes, params: Params, dtype: Any) -> Float[Array, "*lead T H"]:
         scale = codes["scale"].astype(jnp.float32)[..., None]
         return (numbers(codes["x"], self.format) * scale).astype(dtype)
+
+
+def scaled(
+    x: Float[Array, "*x"], *, axis: int, store: Store
+) -> tuple[Float[Array, "*x"], Float[Array, "*s"]]:
+    """x over its scale, clipped: a cast of more than 464 to e4m3 is NaN, it does not saturate. And
+    the scale, along `axis`, which is kept, of length 1."""
+    scale = store(jnp.max(jnp.abs(x), axis=axis, keepdims=True) / _TOP)
+    return jnp.clip(divide(x, scale), -_TOP, _TOP), scale
 
 
 def numbers(bits: UInt8[Array, "*x"], format: str) -> Float[Array, "*x"]:

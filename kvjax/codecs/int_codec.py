@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.codecs import packing, rotation
-from kvjax.codecs.base import Codec, Codes, Params, need_bits, need_divides
+from kvjax.codecs.base import Codec, Codes, Params, need_bits, need_divides, stored_as
 from kvjax.codecs.uniform import affine, split_channels, symmetric, to_columns, to_rows, unaffine
 
 
@@ -29,7 +29,9 @@ class Int8(Codec):
     scale_dtype: str = "float16"
 
     def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
-        q, scale = symmetric(x.astype(jnp.float32), bits=8, axis=-1, dtype=self.scale_dtype)
+        q, scale = symmetric(
+            x.astype(jnp.float32), bits=8, axis=-1, store=stored_as(self.scale_dtype)
+        )
         return {"x": q.astype(jnp.int8), "scale": scale[..., 0]}
 
     def decode(self, codes: Codes, params: Params, dtype: Any) -> Float[Array, "*lead T H"]:
@@ -66,12 +68,14 @@ class Int(Codec):
         x = self._rotate(x.astype(jnp.float32))
         parts = split_channels(x, self.group or x.shape[-1])
         if self.symmetric:
-            q, scale = symmetric(parts, bits=self.bits, axis=-1, dtype=self.scale_dtype)
-            codes, side = (q + self._zero).astype(jnp.uint32), {"scale": to_rows(scale)}
+            q, scale = symmetric(parts, bits=self.bits, axis=-1, store=stored_as(self.scale_dtype))
+            codes, side = q + self._zero, {"scale": to_rows(scale)}
         else:
-            codes, scale, low = affine(parts, bits=self.bits, axis=-1, dtype=self.scale_dtype)
+            codes, scale, low = affine(
+                parts, bits=self.bits, axis=-1, store=stored_as(self.scale_dtype)
+            )
             side = {"scale": to_rows(scale), "low": to_rows(low)}
-        return {"words": codes.reshape(x.shape), **side}
+        return {"words": codes.astype(jnp.uint32).reshape(x.shape), **side}
 
     def decode(self, codes: Codes, params: Params, dtype: Any) -> Float[Array, "*lead T H"]:
         q = packing.unpack(codes["words"], self.bits)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.codecs import packing
-from kvjax.codecs.base import Codec, Codes, Params, need_bits, need_divides
+from kvjax.codecs.base import Codec, Codes, Params, need_bits, need_divides, stored_as
 from kvjax.codecs.uniform import affine, split_channels, to_columns, to_rows, unaffine
 
 
@@ -45,8 +45,10 @@ class KiviKey(Codec):
     def quantise(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
         *lead, T, H = x.shape
         blocks = x.astype(jnp.float32).reshape(*lead, T // self.group, self.group, H)
-        codes, scale, low = affine(blocks, bits=self.bits, axis=-2, dtype=self.scale_dtype)
-        words = codes.reshape(x.shape)
+        codes, scale, low = affine(
+            blocks, bits=self.bits, axis=-2, store=stored_as(self.scale_dtype)
+        )
+        words = codes.astype(jnp.uint32).reshape(x.shape)
         return {"words": words, "scale": scale[..., 0, :], "low": low[..., 0, :]}
 
     def decode(self, codes: Codes, params: Params, dtype: Any) -> Float[Array, "*lead T H"]:
@@ -80,8 +82,10 @@ class KiviValue(Codec):
 
     def quantise(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
         parts = split_channels(x.astype(jnp.float32), self.group)
-        codes, scale, low = affine(parts, bits=self.bits, axis=-1, dtype=self.scale_dtype)
-        words = codes.reshape(x.shape)
+        codes, scale, low = affine(
+            parts, bits=self.bits, axis=-1, store=stored_as(self.scale_dtype)
+        )
+        words = codes.astype(jnp.uint32).reshape(x.shape)
         return {"words": words, "scale": to_rows(scale), "low": to_rows(low)}
 
     def decode(self, codes: Codes, params: Params, dtype: Any) -> Float[Array, "*lead T H"]:

@@ -73,20 +73,24 @@ class TurboQuant(Codec):
         return rotation.unrotate(o, self.seed)
 
 
-def quantise(y: Float[Array, "*lead H"], *, bits: int, scale: str):
-    """Codes of each coordinate and the scale `[..., 1]` of each vector, 0 for a zero vector."""
+def quantise(y: Float[Array, "*y"], *, bits: int, scale: str, axis: int = -1):
+    """Codes of each coordinate and the scale of each vector (its coordinates along `axis`, which is
+    kept, of length 1), 0 for a zero vector. Runs in a kernel."""
+
+    def mean(x: Array) -> Array:
+        return jnp.mean(x, axis=axis, keepdims=True)
+
     levels = codebook.lloyd_max(bits)
-    rms = jnp.sqrt(jnp.mean(y * y, axis=-1, keepdims=True))
+    rms = jnp.sqrt(mean(y * y))
     u = divide(y, rms)
-    codes = codebook.nearest(u, codebook.midpoints(levels))
+    codes, c = codebook.quantise(u, levels)
     if scale == "norm":
         return codes, rms
-    c = codebook.lookup(codes, levels)
     if scale == "corrected":
-        return codes, rms / jnp.sqrt(jnp.mean(c * c, axis=-1, keepdims=True))
+        return codes, rms / jnp.sqrt(mean(c * c))
     # <u, c> > 0 unless u = 0, as a level has the sign of what it stands for
-    along = jnp.mean(u * c, axis=-1, keepdims=True)
-    return codes, divide(rms * jnp.mean(u * u, axis=-1, keepdims=True), along)
+    along = mean(u * c)
+    return codes, divide(rms * mean(u * u), along)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,24 +7,27 @@ stored, so |x - x^| <= s/2 but for the rounding of the minimum.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped, UInt32
 
-from kvjax.codecs.base import as_scale, divide
+from kvjax.codecs.base import divide
+
+#: a scale or minimum as it is stored: `as_scale` of a dtype, or in a kernel `words.as_half`
+Store = Callable[[Array], Array]
 
 
 def affine(
-    x: Float[Array, "*x"], *, bits: int, axis: int, dtype: Any
-) -> tuple[UInt32[Array, "*x"], Float[Array, "*s"], Float[Array, "*s"]]:
-    """Codes 0..2**bits-1 of x with scale and minimum per slice along `axis` (kept, of length 1)."""
+    x: Float[Array, "*x"], *, bits: int, axis: int, store: Store
+) -> tuple[Float[Array, "*x"], Float[Array, "*s"], Float[Array, "*s"]]:
+    """Codes 0..2**bits-1 of x, as floats, with scale and minimum per slice along `axis` (kept, of
+    length 1). Runs in a kernel."""
     top = 2**bits - 1
-    low = as_scale(jnp.min(x, axis=axis, keepdims=True), dtype)
+    low = store(jnp.min(x, axis=axis, keepdims=True))
     above = x - low.astype(jnp.float32)
-    scale = as_scale(jnp.maximum(jnp.max(above, axis=axis, keepdims=True), 0) / top, dtype)
-    codes = jnp.clip(jnp.round(divide(above, scale)), 0, top)
-    return codes.astype(jnp.uint32), scale, low
+    scale = store(jnp.maximum(jnp.max(above, axis=axis, keepdims=True), 0) / top)
+    return jnp.clip(jnp.round(divide(above, scale)), 0, top), scale, low
 
 
 def unaffine(
@@ -36,11 +39,12 @@ def unaffine(
 
 
 def symmetric(
-    x: Float[Array, "*x"], *, bits: int, axis: int, dtype: Any
+    x: Float[Array, "*x"], *, bits: int, axis: int, store: Store
 ) -> tuple[Float[Array, "*x"], Float[Array, "*s"]]:
-    """Whole numbers in -(2**(bits-1)-1)..2**(bits-1)-1, as floats, and their scale."""
+    """Whole numbers in -(2**(bits-1)-1)..2**(bits-1)-1, as floats, and their scale. Runs in a
+    kernel."""
     top = 2 ** (bits - 1) - 1
-    scale = as_scale(jnp.max(jnp.abs(x), axis=axis, keepdims=True) / top, dtype)
+    scale = store(jnp.max(jnp.abs(x), axis=axis, keepdims=True) / top)
     return jnp.clip(jnp.round(divide(x, scale)), -top, top), scale
 
 

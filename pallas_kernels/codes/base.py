@@ -18,11 +18,11 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels import words as packing
 from pallas_kernels.turn import turned
@@ -35,6 +35,14 @@ LANES = 128
 
 ROWS_BY_ROWS = (((1,), (0,)), ((), ()))  # a @ b
 ROWS_BY_LANES = (((1,), (1,)), ((), ()))  # a @ b.T
+
+
+class Plane(NamedTuple):
+    """Fields of one width, for each code one."""
+
+    fields: Int[Array, "*q"]
+    bits: int
+    order: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +89,17 @@ class Code(abc.ABC):
 
     def pack(self, leaves: Leaves, *, channels_first: bool) -> Int[Array, "*lead W L"]:
         """Words of `leaves["q"] [..., T, H]`; channels_first: with channels down the rows."""
-        codes = self.stored(leaves["q"].astype(jnp.int32))
-        codes = jnp.swapaxes(codes, -1, -2) if channels_first else codes
-        return packing.pack(codes, self.bits, self.order)
+        q = leaves["q"]
+        planes = self.planes(jnp.swapaxes(q, -1, -2) if channels_first else q)
+        return jnp.concatenate([packing.pack(*plane) for plane in planes], axis=-2)
+
+    def planes(self, q: Shaped[Array, "*q"]) -> list[Plane]:
+        """What lies in the words, from the top rows down: fields, their bits and their order."""
+        return [Plane(self.stored(q.astype(jnp.int32)), self.bits, self.order)]
+
+    def below(self, halves: Int[Array, "n L"]) -> Int[Array, "m 128"] | None:
+        """Rows below the words, of float16 numbers (their bits) that are not one a token."""
+        return None
 
     def stored(self, q: Int[Array, "*q"]) -> Int[Array, "*q"]:
         """What the fields hold for a code."""

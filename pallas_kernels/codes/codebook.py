@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import words as packing
-from pallas_kernels.codes.base import LANES, Code, Leaves, need
+from pallas_kernels.codes.base import LANES, Code, Plane, need
 from pallas_kernels.codes.uniform import INTEGERS
 
 #: numpy's scalar: arithmetic rounds at every step, in a kernel and outside of one
@@ -39,17 +39,16 @@ class Codebook(Code):
             raise NotImplementedError("Codebook: 16 levels must be symmetric about 0.")
 
     def word_rows(self, entries: int) -> int:
-        return sum(packing.word_rows(entries, width) for width in self._planes)
+        widths = (2, 1) if self.bits == 3 else (self.bits,)
+        return sum(packing.word_rows(entries, width) for width in widths)
 
-    def pack(self, leaves: Leaves, *, channels_first: bool) -> Int[Array, "*lead W L"]:
-        q = leaves["q"].astype(jnp.int32)
-        q = jnp.swapaxes(q, -1, -2) if channels_first else q
+    def planes(self, q):
+        q = q.astype(jnp.int32)
+        if self.bits == 3:
+            return [Plane(q & 3, 2, self.order), Plane(q >> 2, 1, self.order)]
         if self.bits == 4:  # sign and magnitude: a table of 8 entries is one register
             q = jnp.where(q < 8, (7 - q) | 8, q - 8)
-        low = q & 3 if self.bits == 3 else q
-        planes = [low] if self.bits != 3 else [low, q >> 2]
-        parts = [packing.pack(x, w, self.order) for x, w in zip(planes, self._planes, strict=True)]
-        return jnp.concatenate(parts, axis=-2)
+        return [Plane(q, self.bits, self.order)]
 
     def numbers(self, words):
         q = self._codes(words, _fields)
@@ -64,10 +63,6 @@ class Codebook(Code):
         q = jnp.where(q >= 8, 15 - q, q + 8) if self.bits == 4 else q
         table = jnp.asarray(self.table, jnp.bfloat16).astype(jnp.float32)
         return table.at[q].get(mode="promise_in_bounds")
-
-    @property
-    def _planes(self) -> tuple[int, ...]:
-        return (2, 1) if self.bits == 3 else (self.bits,)
 
     def _codes(self, words, unpack):
         if self.bits != 3:
@@ -99,14 +94,12 @@ class Smooth(Codebook):
         if not meets(self.table):
             raise NotImplementedError("Smooth: the table is not that of a normal distribution.")
 
-    def pack(self, leaves: Leaves, *, channels_first: bool) -> Int[Array, "*lead W L"]:
-        q = leaves["q"].astype(jnp.int32) - 2 ** (self.bits - 1)
-        q = jnp.swapaxes(q, -1, -2) if channels_first else q
+    def planes(self, q):
+        q = q.astype(jnp.int32) - 2 ** (self.bits - 1)
         if self.bits != 3:
-            return packing.pack(q, self.bits, "adjacent")
+            return [Plane(q, self.bits, "adjacent")]
         low = jnp.where(q < 0, q + 2, q - 2)  # -2 to 1: two bits with their sign
-        parts = packing.pack(low, 2, "adjacent"), packing.pack(q < 0, 1, "pairs")
-        return jnp.concatenate(parts, axis=-2)
+        return [Plane(low, 2, "adjacent"), Plane((q < 0).astype(jnp.int32), 1, "pairs")]
 
     def numbers(self, words):
         if self.bits == 3:

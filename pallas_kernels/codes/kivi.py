@@ -51,6 +51,15 @@ class KiviKey(Asymmetric):
         pair = pair.reshape(*pair.shape[:-1], -1, LANES)  # spans, lane tiles, lanes
         return jnp.concatenate([words, pair.reshape(*words.shape[:-2], -1, LANES)], axis=-2)
 
+    def below(self, halves):
+        spans, channels = self._spans, halves.shape[1]
+        pair = halves[:spans] | (halves[spans:] << 16)
+        padding = jnp.zeros((spans, -channels % LANES), jnp.int32)
+        pair = jnp.concatenate([pair, padding], axis=1) if channels % LANES else pair
+        tiles = [pair[:, i : i + LANES] for i in range(0, pair.shape[1], LANES)]
+        rows = [tile[s : s + 1] for s in range(spans) for tile in tiles]
+        return pair if len(tiles) == 1 else jnp.concatenate(rows, axis=0)
+
     def values(self, words, side, params, *, channels_first):
         rows = self._code_rows(words.shape[-2])
         q = jnp.swapaxes(self.levels(words[..., :rows, :]), -1, -2)  # T H

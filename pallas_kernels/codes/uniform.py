@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import words as packing
-from pallas_kernels.codes.base import Code, Leaves, need
+from pallas_kernels.codes.base import Code, need
 
 #: bfloat16 0x4300 is 128, and its low mantissa bits count units: 0x4300 | n is 128 + n.
 MAGIC = 128.0
@@ -26,9 +26,8 @@ class BFloat16(Code):
     bits: int = 16
     has_scale: ClassVar[bool] = False
 
-    def pack(self, leaves: Leaves, *, channels_first: bool) -> Int[Array, "*lead W L"]:
-        x = lax.bitcast_convert_type(leaves["q"].astype(jnp.bfloat16), jnp.uint16)
-        return super().pack({"q": x}, channels_first=channels_first)
+    def planes(self, q):
+        return super().planes(lax.bitcast_convert_type(q.astype(jnp.bfloat16), jnp.uint16))
 
     def numbers(self, words):
         return pltpu.bitcast(words, jnp.bfloat16)
@@ -45,10 +44,9 @@ class Float8(Code):
     bits: int = 8
     format: str = "float8_e4m3fn"
 
-    def pack(self, leaves: Leaves, *, channels_first: bool) -> Int[Array, "*lead W L"]:
-        q = leaves["q"]
-        q = q if q.dtype == jnp.uint8 else lax.bitcast_convert_type(q, jnp.uint8)
-        return super().pack({"q": q}, channels_first=channels_first)
+    def planes(self, q):
+        is_float = jnp.issubdtype(q.dtype, jnp.floating)
+        return super().planes(lax.bitcast_convert_type(q, jnp.uint8) if is_float else q)
 
     def numbers(self, words):
         return pltpu.bitcast(words, jnp.dtype(self.format))

@@ -1,0 +1,285 @@
+"""The seal kernel: one page of all heads a step, made in on-chip memory and copied into the pool.
+
+Tokens come as rows; a product with the codec's rotation, or with the identity, turns them channels
+down, where a scale is a reduction down the rows and its numbers lie on lanes, as pages keep them.
+A second product packs the codes (`words.py`), turned back where values lie tokens down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import words as packing
+from pallas_kernels.codes.base import LANES, ROWS_BY_LANES, Code, matmul
+from pallas_kernels.pages import PageFormat
+from pallas_kernels.seal import words as product
+from pallas_kernels.seal.quantiser import Quantiser
+
+VMEM_LIMIT = 64 * 2**20
+
+#: heads whose tokens lie in one tile
+_GROUP = 8
+
+
+def seal_tpu(
+    pool: Int[Array, "P rows 128"],
+    ids: Int[Array, "N n"],
+    k: Float[Array, "N T K H"],
+    v: Float[Array, "N T K R"],
+    start: Int[Array, "N"],
+    *,
+    fmt: PageFormat,
+    quantisers: tuple[Quantiser, Quantiser],
+    interpret: Any = False,
+) -> Int[Array, "P rows 128"]:
+    """See `seal`."""
+    plan = make_plan(fmt, quantisers)
+    k, v = (_in_pairs(x) for x in (k, v))
+    call = pl.pallas_call(
+        functools.partial(seal_kernel, plan=plan),
+        grid_spec=grid_spec(plan, steps=ids.size, k=k.shape, v=v.shape),
+        out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        input_output_aliases={4 + len(plan.matrices): 0},
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT),
+        interpret=interpret,
+        name="seal",
+    )
+    matrices = [jnp.asarray(m, jnp.bfloat16) for m in plan.matrices.values()]
+    scalars = ids.reshape(-1).astype(jnp.int32), start.astype(jnp.int32)
+    return call(*scalars, k, v, *matrices, pool)
+
+
+def _in_pairs(x: Float[Array, "N T K H"]) -> Float[Array, "N T L H"]:
+    """Room for as many heads as tiles of words of two bfloat16 hold: 2, 4, or a multiple of 8."""
+    heads = x.shape[2]
+    room = next(n for n in (2, 4, -(-heads // 8) * 8) if n >= heads)
+    return jnp.pad(x, [(0, 0), (0, 0), (0, room - heads), (0, 0)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is static about a call. matrices: by what they are for, exact in bfloat16; the kernel
+    has them in the same order."""
+
+    fmt: PageFormat
+    quantisers: tuple[Quantiser, Quantiser]
+    matrices: dict[Any, np.ndarray]
+
+
+def make_plan(fmt: PageFormat, quantisers: tuple[Quantiser, Quantiser]) -> Plan:
+    matrices: dict[Any, np.ndarray] = {}
+    for s in fmt.sections:
+        q = quantisers[s.source]
+        width = max(t.stop for t in fmt.sections if t.source == s.source)
+        if not q.by_tokens:
+            matrices["turn", s.source] = _turn(q, width)[0]
+        entries = s.code.width(s.stop - s.start) if s.channels_first else LANES
+        for bits, order in _planes(s.code):
+            matrices[entries, bits, order] = product.places(entries, bits, order)
+    return Plan(fmt, quantisers, matrices)
+
+
+def _turn(quantiser: Quantiser, width: int) -> tuple[Float[np.ndarray, "nR H"], float]:
+    """What tokens are multiplied by, in bfloat16 numbers, and a factor besides: the rotation over
+    its largest entry where that is exact (a Hadamard matrix has one size of entries), else n = 3
+    numbers for each of its own, which add up to it, largest first."""
+    if quantiser.rotation is None:
+        return np.eye(width, dtype=np.float32), 1.0
+    rest = np.asarray(quantiser.rotation, np.float32)
+    factor = float(np.abs(rest).max())
+    one = _rounded(rest / np.float32(factor))
+    if np.array_equal(one * np.float32(factor), rest):
+        return one, factor
+    parts = []
+    for _ in range(3):
+        parts.append(_rounded(rest))
+        rest = rest - parts[-1]
+    return np.concatenate(parts), 1.0
+
+
+def _rounded(x: Float[np.ndarray, "R H"]) -> Float[np.ndarray, "R H"]:
+    return x.astype(jnp.bfloat16).astype(np.float32)
+
+
+def _planes(code: Code) -> list[tuple[int, str]]:
+    """Bits and order of what a code keeps in its words; 16 bits as they are."""
+    if code.bits == 16:
+        return [(16, code.order)]
+    return [(p.bits, p.order) for p in code.planes(jnp.zeros((1, 1), jnp.int32))]
+
+
+def grid_spec(
+    plan: Plan, *, steps: int, k: tuple[int, ...], v: tuple[int, ...], scalars: int = 2
+) -> pltpu.PrefetchScalarGridSpec:
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    whole = [pl.BlockSpec(m.shape, lambda i, *_: (0, 0)) for m in plan.matrices.values()]
+    return pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=scalars,
+        grid=(steps,),
+        in_specs=[anywhere, anywhere, *whole, anywhere],
+        out_specs=anywhere,
+        scratch_shapes=[
+            *[_tokens_buffer(*shape[2:]) for shape in (k, v)],
+            pltpu.VMEM((2, plan.fmt.rows, LANES), jnp.int32),
+            pltpu.SemaphoreType.DMA((2, 2)),
+            pltpu.SemaphoreType.DMA((2,)),
+        ],
+    )
+
+
+def _tokens_buffer(heads: int, width: int) -> Any:
+    """For the tokens of two pages, up to eight heads together: their places are then static."""
+    each = min(heads, _GROUP)
+    return pltpu.VMEM((2, heads // each, LANES, each, width), jnp.bfloat16)
+
+
+def seal_kernel(ids, start, k, v, *refs, plan: Plan):
+    """Step i makes page i, while the tokens of the next come and the page before goes."""
+    *matrices, _, pool, k_tokens, v_tokens, made, came, gone = refs
+    matrix = dict(zip(plan.matrices, matrices, strict=True))
+    step, last = pl.program_id(0), pl.num_programs(0) - 1
+    each = ids.shape[0] // start.shape[0]
+
+    def tokens_of(i):
+        first = start[i // each] + i % each * LANES
+        at = pl.ds(jnp.clip(first, 0, k.shape[1] - LANES), LANES)
+        copies = []
+        for j, (x, into) in enumerate(((k, k_tokens), (v, v_tokens))):
+            _, groups, _, heads, _ = into.shape
+            for g in range(groups):
+                some = x.at[i // each, at, pl.ds(g * heads, heads)]
+                copies.append(pltpu.make_async_copy(some, into.at[i % 2, g], came.at[i % 2, j]))
+        return copies
+
+    def page_of(i):
+        return [pltpu.make_async_copy(made.at[i % 2], pool.at[ids[i]], gone.at[i % 2])]
+
+    def for_page(i, act):
+        """act, if there is a step i and its page is wanted."""
+        inside = jnp.clip(i, 0, last)
+        wanted = (inside == i) & (ids[inside] >= 0) & (ids[inside] < pool.shape[0])
+        pl.when(wanted)(lambda: act(inside))
+
+    def begin(copies):
+        return lambda i: [copy.start() for copy in copies(i)] and None
+
+    def end(copies):
+        return lambda i: [copy.wait() for copy in copies(i)] and None
+
+    def make(i):
+        end(tokens_of)(i)
+        views = [x.at[i % 2] for x in (k_tokens, v_tokens)]
+        _make_page(*views, made.at[i % 2], matrix, plan)
+
+    pl.when(step == 0)(lambda: for_page(step, begin(tokens_of)))
+    for_page(step + 1, begin(tokens_of))
+    for_page(step - 2, end(page_of))
+    for_page(step, make)
+    for_page(step, begin(page_of))
+
+    @pl.when(step == last)
+    def _():
+        for_page(step - 1, end(page_of))
+        for_page(step, end(page_of))
+
+
+def _make_page(k, v, page, matrix, plan: Plan) -> None:
+    fmt, heads = plan.fmt, plan.fmt.num_kv_heads
+    used = fmt.side_row + fmt.side_pairs * heads
+    if used < fmt.rows:
+        page[used:] = jnp.zeros((fmt.rows - used, LANES), jnp.int32)
+
+    def group(g, some):
+        for p in range(-(-some // 2)):
+            words = [_pair(x.at[g], p) for x in (k, v)]
+            for upper in range(min(2, some - 2 * p)):
+                tokens = [_half(w, upper=bool(upper)) for w in words]
+                _make_head(g * _GROUP + 2 * p + upper, tokens, page, matrix, plan)
+
+    def full(g, carry):
+        group(g, _GROUP)
+        return carry
+
+    if heads >= _GROUP:
+        lax.fori_loop(0, heads // _GROUP, full, 0)
+    if heads % _GROUP:
+        group(heads // _GROUP, heads % _GROUP)
+
+
+def _pair(tokens, p: int) -> Int[Array, "128 H"]:
+    """Words of the heads 2p and 2p + 1 of 128 tokens: bfloat16 lies in pairs down the heads."""
+    _, heads, width = tokens.shape
+    flat = tokens.bitcast(jnp.int32).reshape(LANES * heads // 2, width)
+    return flat[...] if heads == 2 else flat[pl.ds(p, LANES, stride=heads // 2)]
+
+
+def _half(words: Int[Array, "128 H"], *, upper: bool) -> Float[Array, "128 H"]:
+    """One head of a pair, bfloat16 numbers as float32."""
+    bits = words & jnp.int32(-65536) if upper else words << 16
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _make_head(head, tokens, page, matrix, plan: Plan) -> None:
+    fmt, side, coded = plan.fmt, [], {}
+    for s in fmt.sections:
+        quantiser = plan.quantisers[s.source]
+        if s.source not in coded:
+            x = _channels_down(tokens[s.source], quantiser, matrix.get(("turn", s.source)))
+            q, numbers = quantiser.quantise(x)
+            halves = None
+            if numbers is not None:
+                halves = packing.float_bits(numbers, exponent=5, mantissa=10)
+            coded[s.source] = q, halves
+            if halves is not None and s.code.halves:
+                side += [halves[i : i + 1] for i in range(halves.shape[0])]
+        q, halves = coded[s.source]
+        rows = _words(s, q, quantiser.by_tokens, matrix)
+        below = None if halves is None else s.code.below(halves)
+        row = head * fmt.head_rows + s.row
+        for part in rows if below is None else [*rows, below]:
+            page[pl.ds(row, part.shape[0])] = part
+            row = row + part.shape[0]
+    for j in range(0, len(side), 2):
+        pair = side[j] if j + 1 == len(side) else side[j] | (side[j + 1] << 16)
+        page[pl.ds(fmt.side_row + j // 2 * fmt.num_kv_heads + head, 1)] = pair
+
+
+def _channels_down(x, quantiser: Quantiser, turn) -> Float[Array, "R 128"]:
+    """A head's tokens as its quantiser wants them, float32."""
+    if quantiser.by_tokens:
+        return x
+    x = x.astype(jnp.bfloat16)
+    y, factor = matmul(turn[...], x, ROWS_BY_LANES), _turn(quantiser, x.shape[1])[1]
+    if quantiser.rotation is None:
+        return y
+    R = quantiser.rotation.shape[0]
+    parts = [y[i : i + R] for i in range(0, y.shape[0], R)]  # the smallest first
+    return functools.reduce(operator.add, parts[::-1]) * factor
+
+
+def _words(section, q, by_tokens: bool, matrix) -> list[Int[Array, "W 128"]]:
+    """The words of a section, plane by plane."""
+    at = slice(section.start, section.stop)
+    if section.stop - section.start < q.shape[by_tokens]:
+        q = q[:, at] if by_tokens else q[at]
+    if section.code.bits == 16:
+        fields = [(q, 16, section.code.order)]
+    else:
+        fields = section.code.planes(q)
+    turned = by_tokens == section.channels_first
+    entries = q.shape[1] if turned else q.shape[0]
+    return [
+        product.pack(x, matrix[entries, bits, order][...], bits, turned=turned)
+        for x, bits, order in fields
+    ]
