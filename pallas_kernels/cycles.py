@@ -34,6 +34,8 @@ from pallas_kernels.codes import (
     Codebook,
     Float8,
     KiviKey,
+    OutlierKey,
+    OutlierValue,
     Signs,
     Symmetric,
     for_generation,
@@ -71,6 +73,7 @@ CODES: dict[str, tuple[Code, Code]] = {
     "turboquant4": (_book(4), _book(4)),
     "turboquant3": (_book(3), _book(3)),
     "turboquant2": (_book(2), _book(2)),
+    **{f"kvquant{b}": (OutlierKey(b, outliers=2), OutlierValue(b, outliers=2)) for b in (4, 3, 2)},
     "qjl": (Signs(groups=2, rows=512), Asymmetric(2, groups=4)),
 }
 
@@ -186,7 +189,15 @@ def _compile_one(case: Case) -> float:
         for shape in ((2, M, o.half), (2, o.half, 128))[: 2 * case.turned]
     ]
     pages = jax.ShapeDtypeStruct((B * M, fmt.rows, 128), jnp.int32)
-    grid, shapes = tpu.grid_spec(o, q.shape, angles=len(angles), programs=1, scalars=0)
+    params = tuple(
+        {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32)
+            for name, shape in code.param_shapes(fmt.num_kv_heads, fmt.head_dim).items()
+        }
+        for code in (fmt.k, fmt.v)
+    )
+    fixed = (*angles, *jax.eval_shape(fmt.columns, params))
+    grid, shapes = tpu.grid_spec(o, q.shape, fixed=len(fixed), programs=1, scalars=0)
     call = pl.pallas_call(
         functools.partial(paged_attention_kernel, *scalars, o=o),
         grid_spec=grid,
@@ -196,7 +207,7 @@ def _compile_one(case: Case) -> float:
         ),
         name="kernel",
     )
-    aot.compile_for(case.chip, call, q, pages, *angles)
+    aot.compile_for(case.chip, call, q, pages, *fixed)
     return o.tokens * case.num_kv_heads / 1024
 
 
@@ -246,7 +257,7 @@ def cases() -> Iterator[Case]:
     latents."""
     for chip in CHIPS:
         for code in CODES:
-            yield Case(chip, code)
+            yield Case(chip, code, turned=code.startswith("kvquant"))  # as its keys always are
         for code in ("bf16", "int8", "int4", "int4-low"):
             yield Case(chip, code, turned=True)
         for heads, head_dim, groups in ((1, 128, 8), (2, 128, 8), (1, 256, 4), (8, 64, 4)):

@@ -8,8 +8,9 @@ A pool is `[P, rows, 128]`, so one contiguous copy brings a page on chip. Its ro
 
 Padded with zeros to whole sublanes (8 rows). Keys go channels down and tokens across, so a score is
 `q @ tile`. Values go tokens down and channels across, so an output is `p @ tile`: both products
-take the tile without a transposition. Where the head dim has no whole lanes (64, 80, 96), values
-lie as keys do and the matrix unit transposes them: a third more pushes, and no byte of padding.
+take the tile without a transposition. Where the head dim has no whole lanes (64, 80, 96), or a code
+asks for it, values lie as keys do and the matrix unit transposes them: a third more pushes, and no
+byte of padding.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import words as packing
 from pallas_kernels.codes.base import LANES, Code, Leaves
 from pallas_kernels.codes.uniform import BFloat16
+
+#: calibrated arrays of the keys' code and of the values'
+Params = tuple[Leaves, Leaves]
 
 #: rotated keys as they are
 _EXACT = BFloat16()
@@ -104,7 +107,7 @@ class PageFormat:
     @property
     def values_channels_first(self) -> bool:
         """Values lie as keys do, `[H, tokens]`."""
-        return self.head_dim % LANES != 0
+        return self.head_dim % LANES != 0 or self.v.across
 
     @property
     def key_rows(self) -> int:
@@ -158,14 +161,26 @@ class PageFormat:
         k = (32 * self.key_rows + 16 * self.k.halves) * self.num_kv_heads * LANES
         return k / numbers, (8 * self.page_bytes - k) / numbers
 
-    def keys_values(self, pages: Int[Array, "*lead rows 128"]) -> tuple[Array, Array]:
+    @property
+    def calibrated(self) -> tuple[Code, ...]:
+        """Of its two codes those that read arrays of the call."""
+        return tuple(code for code in (self.k, self.v) if code.calibrated)
+
+    def columns(self, params: Params) -> tuple[Float[Array, "K n 128"], ...]:
+        """What a kernel reads of the arrays of each of `calibrated`."""
+        both = zip((self.k, self.v), params, strict=True)
+        return tuple(code.columns(own) for code, own in both if code.calibrated)
+
+    def keys_values(
+        self, pages: Int[Array, "*lead rows 128"], params: Params = ({}, {})
+    ) -> tuple[Array, Array]:
         """What attention meets, float32: keys `[..., K, 128, D]`, values `[..., K, 128, H]`."""
-        return self.unpack(pages)
+        return self.unpack(pages, params)
 
     def pack(self, k: Leaves, v: Leaves) -> Int[Array, "*lead rows 128"]:
         """A page of the plain leaves of its codes, `[..., K, 128, H]` and the like."""
         heads = [self.k.pack(k, channels_first=True), *self._value_words(v)]
-        sides = [s for s in (self.k.side(k), self.v.side(v)) if s is not None]
+        sides = [s for s in (self.k.side_bits(k), self.v.side_bits(v)) if s is not None]
         return self._page(jnp.concatenate(heads, axis=-2), sides)
 
     def _page(self, words: Int[Array, "*lead K n 128"], sides: list[Array]) -> Array:
@@ -178,34 +193,38 @@ class PageFormat:
         return jnp.pad(page, [(0, 0)] * len(lead) + [(0, self.rows - page.shape[-2]), (0, 0)])
 
     def unpack(
-        self, pages: Int[Array, "*lead rows 128"]
+        self, pages: Int[Array, "*lead rows 128"], params: Params = ({}, {})
     ) -> tuple[Float[Array, "*lead K 128 D"], Float[Array, "*lead K 128 H"]]:
         """Keys, in their code's space of D channels, and values, float32: plain XLA, for tests and
-        for devices without a kernel."""
+        for devices without a kernel. params: arrays of `k` and of `v`, see `Code.param_shapes`."""
         lead, K = pages.shape[:-2], self.num_kv_heads
         words = pages[..., : self.side_row, :].reshape(*lead, K, self.head_rows, LANES)
-        side, k_end = self._side(pages), self.k.halves
-        k_side = side[..., :k_end, :] if k_end else None
-        v_side = side[..., k_end : k_end + self.v.halves, :] if self.v.halves else None
-        k = self.k.values(words[..., : self.key_rows, :], k_side, channels_first=True)
+        bits = self._side(pages)
+        k_side, v_side = _numbers(self.k, bits, 0), _numbers(self.v, bits, self.value_side)
+        k = self.k.values(words[..., : self.key_rows, :], k_side, params[0], channels_first=True)
         v = words[..., self.key_rows :, :].reshape(*lead, K, self.value_tiles, -1, LANES)
         v = jnp.moveaxis(v, -3, -2).reshape(*lead, K, self.value_tile_rows, -1)
-        return k, self.v.values(v, v_side, channels_first=self.values_channels_first)
+        return k, self.v.values(v, v_side, params[1], channels_first=self.values_channels_first)
 
     def _value_words(self, v: Leaves) -> list[Array]:
         words = self.v.pack(v, channels_first=self.values_channels_first)
         return [words[..., i : i + LANES] for i in range(0, words.shape[-1], LANES)]
 
-    def _side(self, pages: Array) -> Float[Array, "*lead K n 128"]:
-        """The float16 numbers of each head."""
+    def _side(self, pages: Array) -> Int[Array, "*lead K n 128"]:
+        """The bits of each head's float16 numbers, and others above them."""
         lead, n, K = pages.shape[:-2], self.side_pairs, self.num_kv_heads
         pairs = pages[..., self.side_row : self.side_row + n * K, :].reshape(*lead, n, K, LANES)
-        both = jnp.stack([packing.half_value(pairs), packing.half_value(pairs >> 16)], axis=-3)
+        both = jnp.stack([pairs, pairs >> 16], axis=-3)
         return jnp.swapaxes(both.reshape(*lead, 2 * n, K, LANES), -2, -3)
 
 
-def _side_words(sides: list[Float[Array, "*lead K n 128"]]) -> Int[Array, "*lead r 128"]:
-    halves = packing.half_bits(jnp.concatenate(sides, axis=-2))  # ... K n 128
+def _numbers(code: Code, bits: Int[Array, "*lead K n 128"], first: int) -> Array | None:
+    rows = [bits[..., first + i, :] for i in range(code.halves)]
+    return jnp.stack(code.from_bits(rows), axis=-2) if rows else None
+
+
+def _side_words(sides: list[Int[Array, "*lead K n 128"]]) -> Int[Array, "*lead r 128"]:
+    halves = jnp.concatenate(sides, axis=-2)  # ... K n 128
     halves = jnp.pad(halves, [(0, 0)] * (halves.ndim - 2) + [(0, halves.shape[-2] % 2), (0, 0)])
     pairs = halves[..., ::2, :] | (halves[..., 1::2, :] << 16)
     pairs = jnp.swapaxes(pairs, -2, -3)  # ... pair K 128
@@ -230,6 +249,8 @@ class LatentFormat(PageFormat):
             raise ValueError(
                 "LatentFormat: expected one KV head, and one code for keys and values."
             )
+        if self.calibrated or self.rope.calibrated:
+            raise ValueError("LatentFormat: k, rope: expected codes without calibrated arrays.")
 
     @property
     def query_width(self) -> int:
@@ -283,19 +304,22 @@ class LatentFormat(PageFormat):
         """k: leaves of the latents, `[..., 1, 128, C]`; v: of the rotated keys."""
         parts = zip((self.k, self.rope), (k, v), strict=True)
         words = [code.pack(leaves, channels_first=True) for code, leaves in parts]
-        sides = [s for s in (self.k.side(k), self.rope.side(v)) if s is not None]
+        sides = [s for s in (self.k.side_bits(k), self.rope.side_bits(v)) if s is not None]
         return self._page(jnp.concatenate(words, axis=-2), sides)
 
-    def unpack(self, pages: Int[Array, "*lead rows 128"]) -> tuple[Array, Array]:
+    def unpack(
+        self, pages: Int[Array, "*lead rows 128"], params: Params = ({}, {})
+    ) -> tuple[Array, Array]:
         """Latents `[..., 1, 128, C]` and rotated keys `[..., 1, 128, R]`."""
-        side, out = self._side(pages), []
+        bits, out = self._side(pages), []
         for part in self.key_parts:
             words = pages[..., None, part.row : part.row + part.rows, :]
-            has = part.code.halves
-            own = side[..., part.side : part.side + has, :] if has else None
-            out.append(part.code.values(words, own, channels_first=True))
+            side = _numbers(part.code, bits, part.side)
+            out.append(part.code.values(words, side, {}, channels_first=True))
         return out[0], out[1]
 
-    def keys_values(self, pages: Int[Array, "*lead rows 128"]) -> tuple[Array, Array]:
+    def keys_values(
+        self, pages: Int[Array, "*lead rows 128"], params: Params = ({}, {})
+    ) -> tuple[Array, Array]:
         latent, rope = self.unpack(pages)
         return jnp.concatenate([latent, rope], axis=-1), latent

@@ -288,12 +288,12 @@ def _paged_part(layer: LayerView, chunk: Chunk, others: Partial, used: Int[Array
 def _decoders(layer: LayerView, chunk: Chunk, turn: Turn | None) -> tuple[Callable, Callable, bool]:
     """`decode_k`, `decode_v` and `tokens_last` of `paged_partial` for a layer's pages."""
     spec, k_codec, dtype = layer.spec, layer.spec.k_codec, chunk.q.dtype
-    packed = spec.packed
+    packed, params = spec.packed, (layer.k_params, layer.v_params)
     tokens_last = packed is None and k_codec.tokens_last and turn is None
 
     def read(codes: Any) -> Array:
         if packed is not None:
-            return packed.unpack(codes["page"])[0].astype(dtype)
+            return packed.unpack(codes["page"], params)[0].astype(dtype)
         decode = k_codec.decode_t if tokens_last else k_codec.decode
         return decode(codes, layer.k_params, dtype)
 
@@ -310,7 +310,7 @@ def _decoders(layer: LayerView, chunk: Chunk, turn: Turn | None) -> tuple[Callab
 
     def decode_v(codes: Any, tokens: Int[Array, "S"]) -> Array:
         if packed is not None:
-            return packed.unpack(codes["page"])[1].astype(dtype)
+            return packed.unpack(codes["page"], params)[1].astype(dtype)
         return spec.v_codec.decode(codes, layer.v_params, dtype)
 
     return decode_k, decode_v, tokens_last

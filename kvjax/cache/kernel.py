@@ -168,7 +168,7 @@ def kernel_part(
     rope = chunk.how.rope if spec.turns else None
 
     def by(implementation: str) -> Callable[..., Partial]:
-        return lambda q, pages, table, lengths, positions, start: paged_attention(
+        return lambda q, pages, table, lengths, positions, start, params: paged_attention(
             q,
             pages,
             table,
@@ -180,10 +180,12 @@ def kernel_part(
             window=spec.window,
             softcap=chunk.how.softcap,
             turn=None if rope is None else _turn(rope, spec.head_dim, start),
+            params=params,
             implementation=implementation,
         )
 
-    operands = (q, layer.k_pages["page"], table, used * spec.page_size, positions, start)
+    params = (layer.k_params, layer.v_params)
+    operands = (q, layer.k_pages["page"], table, used * spec.page_size, positions, start, params)
     return jax.lax.platform_dependent(*operands, tpu=by("tpu"), default=by("xla"))
 
 

@@ -19,6 +19,7 @@ from kvjax.codecs.codebook import lloyd_max
 from kvjax.codecs.fp8 import Fp8
 from kvjax.codecs.int_codec import Int, Int8
 from kvjax.codecs.kivi import KiviKey, KiviValue
+from kvjax.codecs.kvquant import KVQuantKey, KVQuantValue
 from kvjax.codecs.qjl import QjlKey
 from kvjax.codecs.raw import Raw, RawKey
 from kvjax.codecs.turboquant import TurboQuant
@@ -108,8 +109,17 @@ def _kivi_value_code(codec: KiviValue, dtype: Any, dim: int) -> tiles.Code | Non
     return tiles.Asymmetric(codec.bits, groups=groups) if codec.bits in (2, 4, 8) else None
 
 
-def _words_leaves(codec: KiviKey | KiviValue | TurboQuant, codes: Codes) -> Codes:
+def _words_leaves(codec: Codec, codes: Codes) -> Codes:
     return codes | {"q": codes["words"]}
+
+
+def _kvquant_code(codec: KVQuantKey | KVQuantValue, dtype: Any, dim: int) -> tiles.Code | None:
+    if codec.bits not in (2, 3, 4) or codec.num_outliers(dim) > 8:
+        return None
+    kind = tiles.OutlierKey if isinstance(codec, KVQuantKey) else tiles.OutlierValue
+    code = kind(codec.bits, outliers=codec.num_outliers(dim))
+    code.word_rows(dim)  # raises where its words do not fit the channels
+    return code
 
 
 def _turboquant_code(codec: TurboQuant, dtype: Any, dim: int) -> tiles.Code | None:
@@ -144,6 +154,8 @@ _KNOWN: dict[type[Codec], tuple[Callable, Callable]] = {
     Fp8: (_fp8_code, lambda codec, codes: codes | {"q": codes["x"]}),
     KiviKey: (_kivi_key_code, _words_leaves),
     KiviValue: (_kivi_value_code, _words_leaves),
+    KVQuantKey: (_kvquant_code, _words_leaves),
+    KVQuantValue: (_kvquant_code, _words_leaves),
     TurboQuant: (_turboquant_code, _words_leaves),
     QjlKey: (_qjl_code, _qjl_leaves),
 }

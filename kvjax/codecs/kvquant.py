@@ -63,9 +63,12 @@ class _KVQuant(Codec):
         n = 2**self.bits
         return _shapes(num_kv_heads, levels=n, bounds=n - 1)
 
+    def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
+        return packing.pack_leaves(self.quantise(x, params), self.bits)
+
     def _codes(self, u: Float[Array, "*lead T H"], params: Params) -> Codes:
         bounds = [per_head(b, u) for b in _columns(params["bounds"])]
-        return {"words": packing.pack(codebook.nearest(u, bounds), self.bits)}
+        return {"words": codebook.nearest(u, bounds)}
 
     def _levels(self, codes: Codes, params: Params) -> Float[Array, "*lead T H"]:
         q = packing.unpack(codes["words"], self.bits)
@@ -92,7 +95,7 @@ class KVQuantKey(_KVQuant):
         need_role(role, "k", "KVQuantKey", "KVQuantValue")
         packing.check(self.bits, page_size)
 
-    def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
+    def quantise(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
         x = x.astype(jnp.float32)
         u = divide(x - per_head(params["offset"], x), per_head(params["range"], x))
         index = _largest(jnp.abs(u), self.num_outliers(x.shape[-1]))
@@ -132,7 +135,7 @@ class KVQuantValue(_KVQuant):
         need_role(role, "v", "KVQuantValue", "KVQuantKey")
         packing.check(self.bits, page_size)
 
-    def encode(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
+    def quantise(self, x: Float[Array, "*lead T H"], params: Params) -> Codes:
         x = x.astype(jnp.float32)
         index, offset, spread = self._normaliser(x)
         offset, spread = as_scale(offset), as_scale(spread)

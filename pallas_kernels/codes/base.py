@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -28,6 +28,7 @@ from pallas_kernels import words as packing
 from pallas_kernels.turn import turned
 
 Leaves = Mapping[str, Array]
+Shapes = dict[str, tuple[int, ...]]
 
 #: Tokens of a kernel page, and lanes of a vector register.
 LANES = 128
@@ -58,6 +59,10 @@ class Code(abc.ABC):
     has_low: ClassVar[bool] = False
     #: keys may be stored before RoPE: `turned_scores`
     turns: ClassVar[bool] = True
+    #: reads arrays that come with the call: `param_shapes`
+    calibrated: ClassVar[bool] = False
+    #: values lie as keys do whatever the head dim, and `across_tile` reads them
+    across: ClassVar[bool] = False
 
     def __post_init__(self):
         need(self.order in packing.ORDERS, "order", f"one of {packing.ORDERS}", self.order)
@@ -69,6 +74,10 @@ class Code(abc.ABC):
     def halves(self) -> int:
         """float16 numbers of a token, beside its words: scales of the groups, then lows."""
         return self.groups * (self.has_scale + self.has_low)
+
+    def param_shapes(self, num_kv_heads: int, head_dim: int) -> Shapes:
+        """The arrays that a call brings for a `calibrated` code, float32."""
+        return {}
 
     def width(self, head_dim: int) -> int:
         """Channels of a token in the code's own space."""
@@ -105,9 +114,23 @@ class Code(abc.ABC):
         parts = [x if x.ndim == leaves["q"].ndim else x[..., None, :] for x in parts]
         return jnp.concatenate(parts, axis=-2)
 
+    def side_bits(self, leaves: Leaves) -> Int[Array, "*lead n T"] | None:
+        """The 16 bits of each number of `side`."""
+        side = self.side(leaves)
+        return None if side is None else packing.half_bits(side)
+
+    def from_bits(self, bits: list[Int[Array, "*b"]]) -> list[Float[Array, "*b"]]:
+        """The rows of `side`, of those of `side_bits`; the higher bits may hold anything."""
+        return [packing.half_value(x) for x in bits]
+
     def values(
-        self, words: Int[Array, "*lead W L"], side: Array | None, *, channels_first: bool
-    ) -> Float[Array, "*lead T H"]:
+        self,
+        words: Int[Array, "*lead K W L"],
+        side: Array | None,
+        params: Leaves,
+        *,
+        channels_first: bool,
+    ) -> Float[Array, "*lead K T H"]:
         """What a page stands for, float32, in plain XLA: the reference of the kernel's part."""
         x = self.levels(words)
         x = jnp.swapaxes(x, -1, -2) if channels_first else x
@@ -140,6 +163,17 @@ class Code(abc.ABC):
     def tile(self, words: Int[Array, "W L"]) -> Float[Array, "n L"]:
         return self.numbers(words).astype(jnp.bfloat16)
 
+    def columns(self, params: Leaves) -> Float[Array, "K n 128"]:
+        """What a kernel reads of the arrays of a `calibrated` code, the same on all lanes."""
+        raise NotImplementedError(f"{type(self).__name__} has no calibrated arrays.")
+
+    def across_tile(
+        self, words: Int[Array, "W S"], side: list[Array], columns: Any
+    ) -> Float[Array, "H S"]:
+        """The tile of values that lie channels first, one page beside the other. columns: the
+        head's, `[n, 128]`, an array or a reference."""
+        return self.tile(words)
+
     def tiles(self, words: list[Array]) -> Float[Array, "Sn L"]:
         """The tiles of several pages one below the other."""
         if self.order == "adjacent":  # then rows of words stand in the order of the entries
@@ -154,6 +188,7 @@ class Code(abc.ABC):
         words: Int[Array, "W S"],
         side: list[Array],
         factor: float,
+        columns: Any = None,
     ) -> Float[Array, "R S"]:
         """factor * <q, key> of each token. sums: of q's channels in each group, `[R, 1]`; side: the
         rows of `side`, `[1, S]`."""
@@ -185,6 +220,7 @@ class Code(abc.ABC):
         cos: Float[Array, "half S"],
         sin: Float[Array, "half S"],
         factor: float,
+        columns: Any = None,
     ) -> Float[Array, "R S"]:
         """`scores` of keys that are turned first, each token by its own angles. A scale and a low
         that all channels share come after the product, as there. sums: of q with turned ones."""

@@ -60,7 +60,7 @@ class KiviKey(Asymmetric):
         rows = [tile[s : s + 1] for s in range(spans) for tile in tiles]
         return pair if len(tiles) == 1 else jnp.concatenate(rows, axis=0)
 
-    def values(self, words, side, *, channels_first):
+    def values(self, words, side, params, *, channels_first):
         rows = self._code_rows(words.shape[-2])
         q = jnp.swapaxes(self.levels(words[..., :rows, :]), -1, -2)  # T H
         pair = words[..., rows:, :]
@@ -70,7 +70,7 @@ class KiviKey(Asymmetric):
         )
         return q * scale + low
 
-    def scores(self, q, sums, words, side, factor):
+    def scores(self, q, sums, words, side, factor, columns=None):
         R, H = q.shape
         rows = packing.word_rows(H, self.bits)
         tile = self.tile(words[:rows])

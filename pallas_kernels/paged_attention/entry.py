@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.packed import paged_attention_xla
 from pallas_kernels.paged_attention.tpu import paged_attention_tpu
-from pallas_kernels.pages import PageFormat
+from pallas_kernels.pages import PageFormat, Params
 from pallas_kernels.softmax import Partial
 from pallas_kernels.turn import Turn
 
@@ -31,6 +31,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     turn: Turn | None = None,
+    params: Params = ({}, {}),
     implementation: str | None = None,
     interpret: Any = False,
 ) -> Partial:
@@ -42,7 +43,8 @@ def paged_attention(
     positions: where, among the row's tokens, each row's first query stands; then a query sees no
     token after itself, and of those before it the nearest `window`, itself included. Without
     positions all see all. softcap: c of c tanh(s / c). turn: of keys stored before RoPE, whose
-    format must hold them in the head's own space; queries come rotated, as ever.
+    format must hold them in the head's own space; queries come rotated, as ever. params: arrays of
+    the keys' code and of the values', for those that are calibrated (`Code.param_shapes`).
 
     implementation: None takes the platform's kernel where it takes the case, else "xla". Returns
     the un-normalised `Partial` (`acc [B, K, Q, H]` in the space of `fmt.v`), to merge and finish.
@@ -57,6 +59,7 @@ def paged_attention(
         "softcap": softcap,
         "scale": scale,
         "turn": turn,
+        "params": params,
     }
     arrays = (q, pages, table, lengths)
     return _attend(*arrays, implementation=implementation, interpret=interpret, **case)[0]
@@ -75,6 +78,7 @@ def paged_attention_logits(
     window: int | None = None,
     softcap: float | None = None,
     turn: Turn | None = None,
+    params: Params = ({}, {}),
     implementation: str | None = None,
     interpret: Any = False,
 ) -> tuple[Partial, Float[Array, "B K Q S"]]:
@@ -93,6 +97,7 @@ def paged_attention_logits(
         "softcap": softcap,
         "scale": scale,
         "turn": turn,
+        "params": params,
         "logits": True,
     }
     arrays = (q, pages, table, lengths)
@@ -157,7 +162,7 @@ def _check_turn(turn: Turn, fmt: PageFormat, *, rows: int) -> None:
 
 
 def _check(
-    q, pages, table, lengths, *, fmt, queries, window, positions, softcap, turn, **_
+    q, pages, table, lengths, *, fmt, queries, window, positions, softcap, turn, params, **_
 ) -> None:
     _need(q.ndim == 4, "q: axes", "[B, K, Q, D]", q.shape)
     _need(table.ndim == 2, "table: axes", "[B, M]", table.shape)
@@ -175,6 +180,10 @@ def _check(
     _need(softcap is None or softcap > 0, "softcap", "None or a number > 0", softcap)
     if turn is not None:
         _check_turn(turn, fmt, rows=B)
+    for role, code, own in zip("kv", (fmt.k, fmt.v), params, strict=True):
+        for name, shape in code.param_shapes(K, fmt.head_dim).items():
+            got = own[name].shape if name in own else None
+            _need(got == shape, f"params: {role}: {name}", shape, got)
 
 
 def _need(ok: bool, field: str, expected: object, got: object) -> None:

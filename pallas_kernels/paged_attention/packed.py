@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.codes.base import LANES
-from pallas_kernels.pages import PageFormat
+from pallas_kernels.pages import PageFormat, Params
 from pallas_kernels.softmax import MASKED, Partial, merge
 from pallas_kernels.turn import Turn, cos_sin, turned
 
@@ -28,6 +28,7 @@ def paged_attention_xla(
     window: int | None = None,
     softcap: float | None = None,
     turn: Turn | None = None,
+    params: Params = ({}, {}),
     logits: bool = False,
 ) -> tuple[Partial, Float[Array, "B K Q S"] | None]:
     """See `paged_attention` and `paged_attention_logits`; scores only if asked for."""
@@ -39,7 +40,7 @@ def paged_attention_xla(
         part, scores = carry
         ids = jax.lax.dynamic_index_in_dim(table, m, axis=1, keepdims=False)
         inside = (ids >= 0) & (ids < pages.shape[0]) & (m * LANES < lengths)
-        k, v = fmt.keys_values(pages[jnp.where(inside, ids, 0)])  # B K S D, B K S H
+        k, v = fmt.keys_values(pages[jnp.where(inside, ids, 0)], params)  # B K S D, B K S H
         token = m * LANES + jnp.arange(LANES)
         if turn is not None:
             angles = cos_sin(turn, turn.start[:, None] + token[None])

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.codes.base import LANES
 from pallas_kernels.paged_attention.packed import seen_tokens
 from pallas_kernels.paged_attention.tpu_kernel import EMPTY, Options, paged_attention_kernel
-from pallas_kernels.pages import PageFormat
+from pallas_kernels.pages import PageFormat, Params
 from pallas_kernels.softmax import MASKED, Partial
 from pallas_kernels.turn import Turn, cos_sin, turned_back
 
@@ -44,6 +44,7 @@ def paged_attention_tpu(
     window: int | None = None,
     softcap: float | None = None,
     turn: Turn | None = None,
+    params: Params = ({}, {}),
     logits: bool = False,
     block_pages: int | None = None,
     interpret: Any = False,
@@ -72,7 +73,7 @@ def paged_attention_tpu(
     scalars = _schedule(table, lengths, starts, options, programs)
     q = jnp.pad(q, ((0, programs * batch - B), (0, 0), (0, 0), (0, 0)))
     angles = () if turn is None else _angles(turn, table.shape[1])
-    outputs = _call(q, pages, angles, scalars, options, interpret)
+    outputs = _call(q, pages, (*angles, *fmt.columns(params)), scalars, options, interpret)
     acc, stats, loose, *scores = (x[:B].reshape(B, K, -1, *x.shape[2:]) for x in outputs)
     top, mass, acc = stats[..., :Q, 0] / LOG2E, stats[..., :Q, 1], acc[..., :Q, :]
     if fmt.v.needs_sums:
@@ -154,9 +155,10 @@ def _angles(turn: Turn, table_pages: int) -> tuple[Array, Array]:
 
 
 def grid_spec(
-    o: Options, q_shape: tuple[int, ...], *, angles: int, programs: int, scalars: int
+    o: Options, q_shape: tuple[int, ...], *, fixed: int, programs: int, scalars: int
 ) -> tuple[pltpu.PrefetchScalarGridSpec, list[jax.ShapeDtypeStruct]]:
-    """Blocks, buffers and outputs of the kernel: acc, (top, mass), loose sums, and scores."""
+    """Blocks, buffers and outputs of the kernel: acc, (top, mass), loose sums, and scores. fixed:
+    how many arrays stay on chip as a whole, angles and calibrated numbers."""
     _, K, R, D = q_shape
     H, fmt = o.fmt.head_dim, o.fmt
     loose = K * R * (fmt.v.groups if fmt.v.needs_sums else 1)
@@ -177,7 +179,7 @@ def grid_spec(
         in_specs=[
             whole(K, R, D),
             pl.BlockSpec(memory_space=pl.ANY),
-            *[pl.BlockSpec(memory_space=pltpu.VMEM)] * angles,
+            *[pl.BlockSpec(memory_space=pltpu.VMEM)] * fixed,
         ],
         out_specs=out_specs,
         scratch_shapes=[
@@ -194,11 +196,9 @@ def grid_spec(
     return grid, [jax.ShapeDtypeStruct((batch, *shape), jnp.float32) for shape in outputs]
 
 
-def _call(q, pages, angles, scalars, o: Options, interpret):
+def _call(q, pages, fixed, scalars, o: Options, interpret):
     programs = scalars[-1].shape[0]
-    grid, outputs = grid_spec(
-        o, q.shape, angles=len(angles), programs=programs, scalars=len(scalars)
-    )
+    grid, outputs = grid_spec(o, q.shape, fixed=len(fixed), programs=programs, scalars=len(scalars))
     return pl.pallas_call(
         functools.partial(paged_attention_kernel, o=o),
         grid_spec=grid,
@@ -210,4 +210,4 @@ def _call(q, pages, angles, scalars, o: Options, interpret):
         ),
         name="paged_attention",
         interpret=interpret,
-    )(*scalars, q, pages, *angles)
+    )(*scalars, q, pages, *fixed)

@@ -23,8 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import words as packing
-from pallas_kernels.codes.base import LANES, ROWS_BY_LANES, fold, matmul
+from pallas_kernels.codes.base import LANES, ROWS_BY_LANES, Code, fold, matmul
 from pallas_kernels.codes.uniform import BFloat16, Float8
 from pallas_kernels.pages import KeyPart, PageFormat
 from pallas_kernels.softmax import MASKED
@@ -120,6 +119,11 @@ class Step:
         self.q, self.pages = q, pages
         if o.half:  # cos and sin of pages' first tokens, and of the places in a page
             (self.page_angles, self.place_angles), rest = rest[:2], rest[2:]
+        columns = iter(rest[: len(o.fmt.calibrated)])  # references [K, n, 128]
+        self.k_columns, self.v_columns = (
+            next(columns) if code.calibrated else None for code in (o.fmt.k, o.fmt.v)
+        )
+        rest = rest[len(o.fmt.calibrated) :]
         if o.scored:
             self.scores_out, self.kept, self.kept_sems = rest[3], *rest[-2:]
             rest = (*rest[:3], *rest[4:-2])
@@ -213,20 +217,20 @@ class Step:
         pages = [self.buffer[slot, i, pl.ds(row, rows)] for i in range(self.o.pages)]
         return jnp.concatenate(pages, axis=1)
 
-    def _side(self, slot, start: int, count: int) -> list[list[Array]]:
-        """`[K][count]` float16 numbers of the tokens, rows `[1, S]`, from number `start` on."""
-        numbers = []
-        for n in range(start, start + count):
+    def _side(self, slot, start: int, code: Code) -> list[list[Array]]:
+        """`[K][halves]` numbers of the tokens for a code, rows `[1, S]`, from number `start` on."""
+        bits = []
+        for n in range(start, start + code.halves):
             pair = self._across(slot, self.fmt.side_row + n // 2 * self.K, self.K)
-            shifted = lax.shift_right_logical(pair, jnp.int32(16)) if n % 2 else pair
-            numbers.append(packing.half_value(shifted))
+            bits.append(lax.shift_right_logical(pair, jnp.int32(16)) if n % 2 else pair)
+        numbers = code.from_bits(bits)
         return [[x[k : k + 1] for x in numbers] for k in range(self.K)]
 
     # --- stages -----------------------------------------------------------------------------------
 
     def scores(self, at: Cursor, slot) -> None:
         o = self.o
-        parts = [(part, self._side(slot, part.side, part.code.halves)) for part in o.fmt.key_parts]
+        parts = [(part, self._side(slot, part.side, part.code)) for part in o.fmt.key_parts]
         out = []
         for k in range(self.K):
             each = [self._part_scores(part, at, k, side[k], slot) for part, side in parts]
@@ -242,7 +246,7 @@ class Step:
         code, q = part.code, self.q[at.row, k][:, part.start : part.stop]
         words = self._across(slot, k * self.fmt.head_rows + part.row, part.rows)
         sums = _channel_sums(q, code.groups) if code.needs_sums else []
-        return code.scores(q, sums, words, side, self.o.factor)
+        return code.scores(q, sums, words, side, self.o.factor, _of_head(self.k_columns, k))
 
     def _turned_scores(self, part: KeyPart, at: Cursor, k: int, side: list[Array], slot) -> Array:
         """Of each page the queries go back by its first token's angles, and its keys forward by
@@ -250,6 +254,7 @@ class Step:
         code, R, pages = part.code, self.R, range(self.o.pages)
         cos, sin = self.place_angles[0], self.place_angles[1]
         queries, sums, out = [self._query(at, k, i) for i in pages], None, []
+        fixed = {"factor": self.o.factor, "columns": _of_head(self.k_columns, k)}
         if code.needs_turned_sums:
             ones = turned(jnp.ones((part.stop - part.start, LANES)), cos, sin, axis=0)
             every = jnp.concatenate(queries, axis=0).astype(jnp.bfloat16)
@@ -259,7 +264,7 @@ class Step:
             own = [x[:, i * LANES : (i + 1) * LANES] for x in side]
             total = None if sums is None else sums[i * R : (i + 1) * R]
             q = queries[i].astype(jnp.bfloat16)
-            out.append(code.turned_scores(q, total, words, own, cos, sin, self.o.factor))
+            out.append(code.turned_scores(q, total, words, own, cos, sin, **fixed))
         return jnp.concatenate(out, axis=1)
 
     def _query(self, at: Cursor, k: int, i: int) -> Float[Array, "R H"]:
@@ -298,12 +303,12 @@ class Step:
 
     def values(self, at: Cursor, slot) -> None:
         fmt, R = self.fmt, self.R
-        side = self._side(slot, fmt.value_side, fmt.v.halves)
+        side = self._side(slot, fmt.value_side, fmt.v)
         decay = self.decay[...]
         out, loose = [], []
         for k in range(self.K):
             weights, rest = fmt.v.weights(self.p[k * R : (k + 1) * R], side[k])
-            out.append(fmt.v.gather_groups(self._weighted(weights, k, slot)))
+            out.append(fmt.v.gather_groups(self._weighted(weights, k, slot, side[k])))
             loose += rest
         wide = jnp.concatenate([decay] * -(-fmt.head_dim // LANES), axis=1)[:, : fmt.head_dim]
         self.acc[...] = self.acc[...] * wide + jnp.concatenate(out, axis=0)
@@ -315,10 +320,11 @@ class Step:
             self.loose[...] = self.loose[...] * decays + jnp.concatenate(loose, axis=0)
         self.top_then[...], self.mass_then[...] = self.top[...], self.mass[...]
 
-    def _weighted(self, weights: Array, k: int, slot) -> Array:
+    def _weighted(self, weights: Array, k: int, slot, side: list[Array]) -> Array:
         fmt, pages = self.fmt, range(self.o.pages)
         if fmt.values_channels_first:
-            tile = fmt.v.tile(self._across(slot, self._value_row(k, 0), fmt.value_tile_rows))
+            words = self._across(slot, self._value_row(k, 0), fmt.value_tile_rows)
+            tile = fmt.v.across_tile(words, side, _of_head(self.v_columns, k))
             return matmul(weights, tile, ROWS_BY_LANES)
         out = []
         for j in range(fmt.value_tiles):
@@ -348,6 +354,10 @@ class Step:
             lane = lax.broadcasted_iota(jnp.int32, self.top.shape, 1)
             self.stats_out[at.row] = jnp.where(lane == 0, self.top_then[...], mass)
             self.loose_out[at.row] = self.loose[...]
+
+
+def _of_head(columns: Any, k: int) -> Any:
+    return None if columns is None else columns.at[k]
 
 
 def _channel_sums(q: Float[Array, "R D"], groups: int) -> list[Float[Array, "R 1"]]:

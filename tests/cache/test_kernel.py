@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheConfig, MLAConfig, RopeConfig, cache_report
+from kvjax import CacheConfig, MLAConfig, RopeConfig, cache_report, calibration
 from kvjax.cache import format_report, init_cache
 from kvjax.cache.build import group_specs
 from kvjax.plan import cache_bytes
@@ -82,6 +82,42 @@ def test_codecs_in_packed_pages(tiny, codec):
     assert np.abs(got[0] - expected[0]).max() < CLOSE * np.abs(expected[0]).max()
 
 
+YARN = RopeConfig(type="yarn", factor=4.0, original_max_position_embeddings=256)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("kvquant3", {"no_rope_layers": (1,), "rope": YARN}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("kvquant4", {"layer_types": (SLIDING, FULL), "sliding_window": 200}),
+                ("kvquant2+int8", {"num_kv_heads": 1, "head_dim": 64}),
+            )
+        ),
+    ],
+)
+def test_calibrated_codecs_in_packed_pages(tiny, tmp_path, name, fields):
+    """Keys before RoPE, turned or, in a layer without it, not; of two rows the second is shorter.
+    A chunk of 300 tokens goes tile by tile, those of 2 to the kernel's stand-in."""
+    model = tiny(**BASE | fields, form="stacked")
+    tokens, lengths = tokens_of(model, (2, 604)), np.array([604, 603])
+    own = {"recent": 8, "sinks": 2, "page_size": 128}
+    config = CacheConfig.parse(name, **own)
+    made = calibration.calibrate(model, tokens_of(model, (2, 300)), config, fisher=False)
+    calibration.save(tmp_path / "file", model, config, made)
+
+    def logits(kernel):
+        config = CacheConfig.parse(name, **own, calibration=str(tmp_path / "file"), kernel=kernel)
+        out, cache = run(model, config, tokens, [300, 300, 2, 2], lengths=lengths)
+        assert {group.spec.kernel for group in cache.groups} == {kernel.split("-")[0]}
+        return [out[0], out[1, :1]]
+
+    for got, expected in zip(logits("tpu-v5e"), logits("xla"), strict=True):
+        assert np.abs(got - expected).max() < CLOSE * np.abs(expected).max()
+
+
 def test_a_page_moves_with_its_id(tiny):
     """The table is read: pages in another order in the pool change no bit."""
     model = tiny(**BASE)
@@ -111,9 +147,6 @@ def test_a_prompt_that_was_evicted_from(tiny):
     got, cache = run(model, CacheConfig(**config, kernel="tpu-v5e"), tokens, [400, 1])
     assert cache.groups[0].spec.kernel == "tpu"
     assert np.abs(got - expected).max() < CLOSE * np.abs(expected).max()
-
-
-YARN = RopeConfig(type="yarn", factor=4.0, original_max_position_embeddings=256)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,8 @@ def test_the_kernel_quantises_as_the_codec(name, generation):
 
 
 def test_what_plain_xla_seals():
-    assert quantisers(spec_of("qjl", generation=6)) is None
+    for name in ("qjl", "kvquant3"):
+        assert quantisers(spec_of(name, generation=6)) is None
     exact = dataclasses.replace(spec_of("int8", generation=6), dtype=jnp.dtype(jnp.float32))
     assert quantisers(exact) is None
     assert quantisers(dataclasses.replace(spec_of("int8", generation=6), packed=None)) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from pallas_kernels.codes import (
     Codebook,
     Float8,
     KiviKey,
+    OutlierKey,
+    OutlierValue,
     Signs,
     Smooth,
     Symmetric,
@@ -62,6 +65,11 @@ CODES: dict[str, tuple[Code, Code]] = {
     "turboquant3": (book(3), book(3)),
     "turboquant4": (book(4), book(4)),
     **{f"smooth{b}": (Smooth(b, table=NORMAL[b]),) * 2 for b in (2, 3, 4)},
+    **{f"kvquant{b}": (OutlierKey(b, outliers=2), OutlierValue(b, outliers=2)) for b in (2, 3, 4)},
+    "kvquant3-narrow": (
+        OutlierKey(3, outliers=2, narrow=True),
+        OutlierValue(3, outliers=2, narrow=True),
+    ),
     "qjl": (Signs(groups=2, rows=256), Asymmetric(2, groups=4)),
     "mixed": (Symmetric(8), book(3)),
 }
@@ -69,7 +77,8 @@ CODES: dict[str, tuple[Code, Code]] = {
 
 #: one of each kind, for the default run; `-m slow` has the others
 EACH_KIND = (
-    "bf16", "int8", "int4-low-pairs", "fp8-e4m3", "kivi2", "turboquant3", "smooth3", "qjl", "mixed",
+    "bf16", "int8", "int4-low-pairs", "fp8-e4m3", "kivi2", "turboquant3", "smooth3", "kvquant3",
+    "qjl", "mixed",
 )  # fmt: skip
 
 
@@ -88,10 +97,13 @@ class Plain:
 
     leaves: dict
     values: np.ndarray
+    params: dict = dataclasses.field(default_factory=dict)
 
 
 def random_leaves(code: Code, rng, lead: tuple[int, ...], head_dim: int, *, mean: float) -> Plain:
     """Values of mean about `mean`: keys and values get unlike ones, so that a swap is seen."""
+    if code.calibrated:
+        return _outlier_leaves(code, rng, lead, head_dim, mean)
     D = code.width(head_dim)
     shape = (*lead, 128, D)
     if isinstance(code, BFloat16 | Float8):
@@ -121,6 +133,32 @@ def random_leaves(code: Code, rng, lead: tuple[int, ...], head_dim: int, *, mean
     )
 
 
+def _outlier_leaves(code, rng, lead, H: int, mean: float) -> Plain:
+    """Each head has levels of its own, and no two channels or tokens one range."""
+    K, n = lead[-1], code.outliers
+    levels = np.sort(rng.uniform(-1, 1, size=(K, 2**code.bits)), axis=1).astype(np.float32)
+    q = rng.integers(0, 2**code.bits, (*lead, 128, H))
+    own = (K, H) if isinstance(code, OutlierKey) else (*lead, 128)
+    side = {
+        "range": _half(rng.uniform(0.5, 1.5, size=own)),
+        "offset": _half(rng.normal(size=own) * 0.3 + mean),
+    }
+    index = np.argsort(rng.random((*lead, 128, H)), axis=-1)[..., :n]
+    outlier = _half(rng.normal(size=index.shape) * 3 + mean)
+    axis = -2 if isinstance(code, OutlierKey) else -1
+    spread, offset = (np.expand_dims(x.astype(np.float64), axis) for x in side.values())
+    values = levels[np.arange(K)[:, None, None], q] * spread + offset
+    np.put_along_axis(values, index, outlier.astype(np.float64), axis=-1)
+    leaves = {"q": q, "outlier": outlier, "outlier_index": index.astype(np.uint8)}
+    leaves |= {name: np.swapaxes(leaves[name], -1, -2) for name in ("outlier", "outlier_index")}
+    params = {"levels": levels}
+    if isinstance(code, OutlierKey):
+        params |= {name: x.astype(np.float32) for name, x in side.items()}
+    else:
+        leaves |= side
+    return Plain(jax.tree.map(jnp.asarray, leaves), values, jax.tree.map(jnp.asarray, params))
+
+
 def _has_low(code: Code) -> bool:
     return isinstance(code, Asymmetric)
 
@@ -147,6 +185,7 @@ class Pool:
     table: jnp.ndarray
     k: np.ndarray  # B K S D
     v: np.ndarray  # B K S H
+    params: tuple[dict, dict] = ({}, {})
 
 
 def random_pool(name: str, *, K: int, H: int, B: int, M: int, seed: int = 0) -> Pool:
@@ -156,7 +195,8 @@ def random_pool(name: str, *, K: int, H: int, B: int, M: int, seed: int = 0) -> 
     fmt = PageFormat(k_code, v_code, K, H)
     k = random_leaves(k_code, rng, (B * M, K), H, mean=0.0)
     v = random_leaves(v_code, rng, (B * M, K), H, mean=1.0)
-    return _scattered(fmt, k, v, k.values, v.values, rng, B)
+    pool = _scattered(fmt, k, v, k.values, v.values, rng, B)
+    return dataclasses.replace(pool, params=(k.params, v.params))
 
 
 def latent_pool(name: str, *, C: int, R: int, B: int, M: int, rope: Code | None = None) -> Pool:
@@ -182,6 +222,16 @@ def _scattered(fmt: PageFormat, k: Plain, v: Plain, keys, values, rng, B: int) -
 
     table = jnp.asarray(ids.reshape(B, -1), jnp.int32)
     return Pool(fmt, pages, table, rows(keys), rows(values))
+
+
+def param_shapes(fmt: PageFormat) -> tuple[dict, dict]:
+    """Of a format's calibrated arrays."""
+
+    def shapes(code):
+        each = code.param_shapes(fmt.num_kv_heads, fmt.head_dim)
+        return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in each.items()}
+
+    return shapes(fmt.k), shapes(fmt.v)
 
 
 def dense(q, k, v, seen, *, scale: float, softcap: float | None = None):

@@ -5,7 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from kernel_data import CODES, all_codes
+from kernel_data import CODES, all_codes, param_shapes
 
 from pallas_kernels import aot
 from pallas_kernels.codes import for_generation
@@ -37,13 +37,13 @@ def compiled_format(chip, fmt, Q, *, batch=8, tokens=8192, **options):
     table = jax.ShapeDtypeStruct((batch, M), jnp.int32)
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
 
-    def step(q, pages, table, lengths, positions):
+    def step(q, pages, table, lengths, positions, params):
         more = {"positions": positions} if options else {}
         return paged_attention_tpu(
-            q, pages, table, lengths, fmt=fmt, scale=H**-0.5, **more, **options
+            q, pages, table, lengths, fmt=fmt, scale=H**-0.5, params=params, **more, **options
         )
 
-    done = aot.compile_for(chip, step, q, pages, table, row, row)
+    done = aot.compile_for(chip, step, q, pages, table, row, row, param_shapes(fmt))
     return done.as_text(), done.memory_analysis().temp_size_in_bytes, pages.shape
 
 

@@ -28,6 +28,12 @@ def test_the_recorded_estimates_hold(chip, code):
     assert_under(profile(Case(chip, code)), *CEILINGS[chip, code])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("chip", "bundles"), [("v5e", 835), ("v6e", 725)])
+def test_the_recorded_estimates_of_kvquant_hold(chip, bundles):
+    assert profile(Case(chip, "kvquant3", turned=True)).bundles <= bundles
+
+
 @pytest.mark.parametrize(("chip", "code"), TURNED)
 def test_the_recorded_estimates_of_turned_keys_hold(chip, code):
     assert_under(profile(Case(chip, code, turned=True)), *TURNED[chip, code])

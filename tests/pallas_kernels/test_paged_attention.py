@@ -25,9 +25,8 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 
 
 def run(pool, q, lengths, *, interpret=True, block_pages=2, **options):
-    call = functools.partial(
-        paged_attention_tpu, fmt=pool.fmt, interpret=interpret, block_pages=block_pages, **options
-    )
+    options |= {"block_pages": block_pages, "params": pool.params}
+    call = functools.partial(paged_attention_tpu, fmt=pool.fmt, interpret=interpret, **options)
     arrays = (q, pool.pages, pool.table, jnp.asarray(lengths, jnp.int32))
     part, logits = jax.jit(call, compiler_options=QUICK if interpret is True else None)(*arrays)
     return part if logits is None else (*part, logits)
@@ -92,7 +91,7 @@ SHAPES = [(1, 256, 32), (8, 64, 1), (4, 96, 9), (3, 80, 2)]  # K, H, Q
 @pytest.mark.parametrize(("K", "H", "Q"), SHAPES)
 @pytest.mark.parametrize("name", all_codes(["int4-low-pairs"]))
 def test_shapes(name, K, H, Q):
-    if name in ("turboquant3", "smooth3", "mixed") and H == 80:
+    if name.startswith(("turboquant3", "smooth3", "kvquant3", "mixed")) and H == 80:
         pytest.skip("80 numbers of one bit do not fill words")
     pool = random_pool(name, K=K, H=H, B=2, M=2)
     q = queries(pool, Q)
@@ -132,6 +131,7 @@ def entry(pool, q, lengths, implementation, *, logits=False, **options):
         fmt=pool.fmt,
         implementation=implementation,
         interpret=True,
+        params=pool.params,
         **options,
     )
     arrays = (q, pool.pages, pool.table, jnp.asarray(lengths, jnp.int32))
@@ -197,7 +197,7 @@ def test_mass_over_merged_parts_is_that_of_one_softmax():
     assert not np.any(got[0][200:])
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8-e4m3", "int4-low"])
+@pytest.mark.parametrize("name", ["bf16", "fp8-e4m3", "int4-low", "kvquant4"])
 @pytest.mark.parametrize("H", [64, 128])
 def test_nothing_unused_is_seen(name, H):
     """NaN, or all ones, in every unused slot of the last page, in spare pages and past the table's
@@ -284,6 +284,23 @@ def test_cases_that_do_not_fit_are_refused_with_the_reason():
         call(*arrays, window=4)
     with pytest.raises(ValueError, match="queries: expected a divisor of Q=2"):
         call(*arrays, queries=3)
+    calibrated = random_pool("kvquant3", K=1, H=64, B=1, M=1)
+    for params, field in (
+        (({}, {}), r"params: k: levels: expected \(1, 8\), got None"),
+        (
+            (calibrated.params[0], {"levels": jnp.zeros((1, 4))}),
+            r"params: v: levels: .* got \(1, 4\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=field):
+            paged_attention(
+                arrays[0],
+                calibrated.pages,
+                *arrays[2:],
+                fmt=calibrated.fmt,
+                scale=0.1,
+                params=params,
+            )
     with pytest.raises(ValueError, match="KV heads: expected 1, got 2"):
         call(jnp.repeat(arrays[0], 2, axis=1), *arrays[1:])
     assert choose(pool.fmt, "cpu") == "xla"

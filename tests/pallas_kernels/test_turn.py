@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_data import CODES, dense, latent_pool, random_pool
+from kernel_data import CODES, dense, latent_pool, param_shapes, random_pool
 
 from pallas_kernels import aot
 from pallas_kernels.codes import for_generation
@@ -39,7 +39,7 @@ def attend(pool, q, lengths, turn, implementation="tpu", **options):
         call = functools.partial(paged_attention_tpu, interpret=True, block_pages=2)
     else:
         call = functools.partial(paged_attention, implementation=implementation)
-    call = functools.partial(call, fmt=pool.fmt, turn=turn, **options)
+    call = functools.partial(call, fmt=pool.fmt, turn=turn, params=pool.params, **options)
     arrays = (q, pool.pages, pool.table, jnp.asarray(lengths, jnp.int32))
     got = jax.jit(call, compiler_options=QUICK)(*arrays)
     return got[0] if implementation == "tpu" else got  # without logits
@@ -66,10 +66,28 @@ def seen(lengths, S, Q):
 @pytest.mark.parametrize("implementation", ["tpu", "xla"])
 @pytest.mark.parametrize(
     "name",
-    ["bf16", "int8-narrow", "int4-low-narrow", "int4-low-pairs", "int4-groups", "fp8-e5m2"]
+    [
+        "bf16",
+        "int8-narrow",
+        "int4-low-narrow",
+        "int4-low-pairs",
+        "int4-groups",
+        "fp8-e5m2",
+        "kvquant3",
+        "kvquant3-narrow",
+    ]
     + [
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("int8", "int4-pairs", "int4-low", "fp8-e4m3", "turboquant4", "smooth3")
+        for name in (
+            "int8",
+            "int4-pairs",
+            "int4-low",
+            "fp8-e4m3",
+            "turboquant4",
+            "smooth3",
+            "kvquant2",
+            "kvquant4",
+        )
     ],
 )
 def test_every_code(name, implementation):
@@ -177,6 +195,7 @@ def test_what_does_not_turn_is_refused_with_the_reason():
     [
         ("int8", (8, 4, 128), "v5e"),
         ("int4-low", (8, 4, 128), "v6e"),
+        ("kvquant3", (8, 4, 128), "v6e"),
         *[
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -186,6 +205,9 @@ def test_what_does_not_turn_is_refused_with_the_reason():
                 ("fp8-e4m3", (8, 2, 80), "v5e"),
                 ("mixed", (8, 2, 128), "v6e"),
                 ("bf16", (1, 4, 256), "v6e"),
+                ("kvquant3", (8, 4, 128), "v5e"),
+                ("kvquant4", (8, 2, 64), "v6e"),
+                ("kvquant2", (1, 4, 256), "v5e"),
             )
         ],
     ],
@@ -196,11 +218,11 @@ def test_compiles_at_real_sizes(name, shape, chip):
     k, v = (for_generation(c, {"v5e": 5, "v6e": 6}[chip]) for c in CODES[name])
     fmt, B, M = PageFormat(k, v, K, H), 8, 64
 
-    def step(q, pages, table, lengths, start, freq):
+    def step(q, pages, table, lengths, start, freq, params):
         turn = Turn(start, freq)
         return paged_attention_tpu(
             q, pages, table, lengths, fmt=fmt, scale=H**-0.5, turn=turn,
-            positions=lengths, window=4096,
+            positions=lengths, window=4096, params=params,
         )[0]  # fmt: skip
 
     def array(shape, dtype=jnp.int32):
@@ -208,6 +230,6 @@ def test_compiles_at_real_sizes(name, shape, chip):
 
     shapes = [array((B, K, Q, H), jnp.bfloat16), array((B * M + 1, fmt.rows, 128)), array((B, M))]
     shapes += [array((B,)), array((B,)), array((H // 2,), jnp.float32)]
-    done = aot.compile_for(chip, step, *shapes)
+    done = aot.compile_for(chip, step, *shapes, param_shapes(fmt))
     assert 'custom_call_target="tpu_custom_call"' in done.as_text()
     assert done.memory_analysis().temp_size_in_bytes < 2**23
