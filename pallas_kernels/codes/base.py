@@ -97,9 +97,9 @@ class Code(abc.ABC):
         """What lies in the words, from the top rows down: fields, their bits and their order."""
         return [Plane(self.stored(q.astype(jnp.int32)), self.bits, self.order)]
 
-    def below(self, halves: Int[Array, "n L"]) -> Int[Array, "m 128"] | None:
+    def below(self, halves: Int[Array, "n L"]) -> list[Int[Array, "m 128"]]:
         """Rows below the words, of float16 numbers (their bits) that are not one a token."""
-        return None
+        return []
 
     def stored(self, q: Int[Array, "*q"]) -> Int[Array, "*q"]:
         """What the fields hold for a code."""

@@ -57,8 +57,7 @@ class KiviKey(Asymmetric):
         padding = jnp.zeros((spans, -channels % LANES), jnp.int32)
         pair = jnp.concatenate([pair, padding], axis=1) if channels % LANES else pair
         tiles = [pair[:, i : i + LANES] for i in range(0, pair.shape[1], LANES)]
-        rows = [tile[s : s + 1] for s in range(spans) for tile in tiles]
-        return pair if len(tiles) == 1 else jnp.concatenate(rows, axis=0)
+        return [tile[s : s + 1] for s in range(spans) for tile in tiles]
 
     def values(self, words, side, params, *, channels_first):
         rows = self._code_rows(words.shape[-2])

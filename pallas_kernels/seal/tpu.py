@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import words as packing
 from pallas_kernels.codes.base import LANES, ROWS_BY_LANES, Code, matmul
-from pallas_kernels.pages import PageFormat
+from pallas_kernels.pages import PageFormat, Section
 from pallas_kernels.seal import words as product
 from pallas_kernels.seal.quantiser import Quantiser
 
@@ -203,12 +205,15 @@ def _make_page(tokens, page, matrix, plan: Plan) -> None:
     if used < fmt.rows:
         page[used:] = jnp.zeros((fmt.rows - used, LANES), jnp.int32)
 
-    def group(g, some):
+    def heads_of(g, some):
         for p in range(-(-some // 2)):
             words = [_pair(x.at[g], p) for x in tokens]
             for upper in range(min(2, some - 2 * p)):
                 own = [_half(w, upper=bool(upper)) for w in words]
-                _make_head(g * _GROUP + 2 * p + upper, own, page, matrix, plan)
+                yield _make_head(g * _GROUP + 2 * p + upper, own, page, matrix, plan)
+
+    def group(g, some):
+        _staggered(heads_of(g, some))
 
     def full(g, carry):
         group(g, _GROUP)
@@ -218,6 +223,16 @@ def _make_page(tokens, page, matrix, plan: Plan) -> None:
         lax.fori_loop(0, heads // _GROUP, full, 0)
     if heads % _GROUP:
         group(heads // _GROUP, heads % _GROUP)
+
+
+def _staggered(works: Iterator[Iterator[None]]) -> None:
+    """Each work a stage behind the one before it: what one waits for is hidden by the others."""
+    running: list[Iterator[None]] = []
+    while True:
+        running += itertools.islice(works, 1)
+        if not running:
+            return
+        running = [work for work in running if next(work, True) is None]
 
 
 def _pair(tokens, p: int) -> Int[Array, "128 H"]:
@@ -233,26 +248,31 @@ def _half(words: Int[Array, "128 H"], *, upper: bool) -> Float[Array, "128 H"]:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _make_head(head, tokens, page, matrix, plan: Plan) -> None:
-    fmt, side, coded = plan.fmt, [], {}
+def _make_head(head, tokens, page, matrix, plan: Plan) -> Iterator[None]:
+    """Three stages: tokens turned, quantised, packed."""
+    fmt, side = plan.fmt, []
+    turned = [
+        x if quantiser.by_tokens else _channels_down(x, matrix["turn", i], plan.factors[i])
+        for i, (x, quantiser) in enumerate(zip(tokens, plan.quantisers, strict=True))
+    ]
+    yield
+    coded = []
+    for x, quantiser in zip(turned, plan.quantisers, strict=True):
+        q, numbers = quantiser.quantise(x)
+        halves = None
+        if numbers is not None:
+            halves = packing.float_bits(numbers, exponent=5, mantissa=10)
+        coded.append((q, halves))
+    yield
     for s in fmt.sections:
-        quantiser = plan.quantisers[s.source]
-        if s.source not in coded:
-            x = tokens[s.source]
-            if not quantiser.by_tokens:
-                x = _channels_down(x, matrix["turn", s.source], plan.factors[s.source])
-            q, numbers = quantiser.quantise(x)
-            halves = None
-            if numbers is not None:
-                halves = packing.float_bits(numbers, exponent=5, mantissa=10)
-            coded[s.source] = q, halves
-            if halves is not None and s.code.halves:
-                side += [halves[i : i + 1] for i in range(halves.shape[0])]
         q, halves = coded[s.source]
-        rows = _words(s, q, quantiser.by_tokens, matrix)
-        below = None if halves is None else s.code.below(halves)
+        rows = list(_words(s, q, plan.quantisers[s.source].by_tokens, matrix))
+        if halves is not None:
+            rows += s.code.below(halves)
+            if s.start == 0:
+                side += [halves[i : i + 1] for i in range(s.code.halves)]
         row = head * fmt.head_rows + s.row
-        for part in rows if below is None else [*rows, below]:
+        for part in rows:
             page[pl.ds(row, part.shape[0])] = part
             row = row + part.shape[0]
     for j in range(0, len(side), 2):
@@ -268,18 +288,13 @@ def _channels_down(x: Float[Array, "128 H"], turn, factor: float) -> Float[Array
     return y if factor == 1.0 else y * factor
 
 
-def _words(section, q, by_tokens: bool, matrix) -> list[Int[Array, "W 128"]]:
+def _words(s: Section, q, by_tokens: bool, matrix) -> Iterator[Int[Array, "W 128"]]:
     """The words of a section, plane by plane."""
-    at = slice(section.start, section.stop)
-    if section.stop - section.start < q.shape[by_tokens]:
+    at = slice(s.start, s.stop)
+    if s.stop - s.start < q.shape[by_tokens]:
         q = q[:, at] if by_tokens else q[at]
-    if section.code.bits == 16:
-        fields = [(q, 16, section.code.order)]
-    else:
-        fields = section.code.planes(q)
-    turned = by_tokens == section.channels_first
+    planes = [(q, 16, s.code.order)] if s.code.bits == 16 else s.code.planes(q)
+    turned = by_tokens == s.channels_first
     entries = q.shape[1] if turned else q.shape[0]
-    return [
-        product.pack(x, matrix[entries, bits, order][...], bits, turned=turned)
-        for x, bits, order in fields
-    ]
+    for x, bits, order in planes:
+        yield product.pack(x, matrix[entries, bits, order][...], bits, turned=turned)

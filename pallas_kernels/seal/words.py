@@ -57,13 +57,12 @@ def pack(
 ) -> Int[Array, "W L"]:
     """Words of codes `[n, L]`, or of `[L, n]` when turned: int32 below 2^bits, or bfloat16 numbers
     as float32 for 16 bits. matrix: `places`, bfloat16."""
-    n = matrix.shape[1]
-    rows = packing.word_rows(n, bits)
     if bits != 16:
         codes = (codes & (2**bits - 1)).astype(jnp.float32)
-    out = matmul(matrix, codes.astype(jnp.bfloat16), ROWS_BY_LANES if turned else ROWS_BY_ROWS)
-    blocks = 32 // bits if bits == 16 else 4
-    each = matrix.shape[0] // blocks
+    dims = ROWS_BY_LANES if turned else ROWS_BY_ROWS
+    out = matmul(matrix, codes.astype(jnp.bfloat16), dims)
+    blocks, rows = 2 if bits == 16 else 4, packing.word_rows(matrix.shape[1], bits)
+    each = out.shape[0] // blocks
     parts = [out[i * each : i * each + rows] for i in range(blocks)]
     if bits == 16:
         low, high = (lax.bitcast_convert_type(x, jnp.int32) for x in parts)

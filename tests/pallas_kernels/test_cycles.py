@@ -20,7 +20,7 @@ CEILINGS = {
 #: the same of keys that are turned in the kernel
 TURNED = {("v5e", "int8"): (405, 375), ("v6e", "int8"): (282, 240)}
 #: of a page of eight heads of 128, quantised and packed
-SEALED = {("v5e", "int8"): (2350, 1930), ("v5e", "turboquant4"): (5950, 5100)}
+SEALED = {("v5e", "int8"): (2060, 1800), ("v6e", "turboquant4"): (3950, 3600)}
 
 
 @pytest.mark.parametrize(("chip", "code"), CEILINGS)
