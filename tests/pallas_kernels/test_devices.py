@@ -8,6 +8,8 @@ import pytest
 
 from pallas_kernels.devices import on_one_device
 
+pytestmark = pytest.mark.quick  # it leans on jax's inside
+
 
 def choice(x, y):
     """Both forms are there until one is lowered."""

@@ -71,7 +71,9 @@ def operands(fmt, *, sequences=2, tokens=300, pages=6):
     return jnp.full((pages, fmt.rows, 128), 7, jnp.int32), k, v
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.quick if n == "rotated" else ()) for n in CASES]
+)
 def test_the_kernel_writes_what_plain_xla_does(name):
     fmt, quantisers = CASES[name]
     pool, k, v = operands(fmt)
