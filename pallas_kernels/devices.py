@@ -1,7 +1,9 @@
-"""A kernel where a program is for one device, plain XLA where it is for several.
+"""A TPU's kernel where a program is for a TPU, and for one; plain XLA anywhere else.
 
-XLA does not partition a kernel over devices, and jax refuses to try. How many there are is known
-when a program is lowered, not when it is traced, so a primitive holds both forms until then.
+A process without TPUs has plain XLA alone, and so its derivatives of all orders and its exports,
+unless a mesh of TPUs is set, as when compiling for chips that are not here. With TPUs, XLA does not
+partition a kernel over devices, and jax refuses to try. How many there are is known when a program
+is lowered, not when it is traced, so a primitive holds both forms until then.
 """
 
 from __future__ import annotations
@@ -11,12 +13,29 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 
 class UnpartitionedKernelWarning(UserWarning):
     """A program for several devices runs plain XLA where for one it would run a kernel."""
+
+
+def tpu_generation() -> int | None:
+    """Of the TPUs that what is traced now is for, those of the mesh or of this process; None where
+    there are none."""
+    try:
+        return pltpu.get_tpu_info().generation
+    except ValueError:  # it knows no such device
+        return None
+
+
+def on_tpu(kernel: Callable[..., Any], plain: Callable[..., Any], *operands: Any) -> Any:
+    """`kernel(*operands)` where a program is lowered for a TPU, else `plain(*operands)`."""
+    if tpu_generation() is None:
+        return plain(*operands)
+    return jax.lax.platform_dependent(*operands, tpu=kernel, default=plain)
 
 
 def on_one_device(

@@ -21,6 +21,7 @@ from kvjax.cache.packed import in_own_space, page_format
 from kvjax.cache.spec import GroupSpec
 from kvjax.config import TPU_GENERATIONS, ModelConfig, RopeConfig, need
 from kvjax.layers.rope import attention_factor, inverse_frequencies
+from pallas_kernels.devices import on_tpu
 from pallas_kernels.paged_attention import gpu, paged_attention, unturnable
 from pallas_kernels.softmax import Partial
 from pallas_kernels.turn import Turn
@@ -186,7 +187,7 @@ def kernel_part(
 
     params = (layer.k_params, layer.v_params)
     operands = (q, layer.k_pages["page"], table, used * spec.page_size, positions, start, params)
-    return jax.lax.platform_dependent(*operands, tpu=by("tpu"), default=by("xla"))
+    return on_tpu(by("tpu"), by("xla"), *operands)
 
 
 def _turn(rope: RopeConfig, head_dim: int, start: Int[Array, "B"]) -> Turn:

@@ -1,9 +1,9 @@
 """Seal: which pages a call completes, where their tokens are, and how they come into the pool.
 
 A page is sealed when it lies wholly before the recent tokens. Its tokens are taken from the exact
-ring, from the chunk, or from both; pages that lie wholly in a chunk are cut out of it once, as XLA
-would otherwise lay out the whole chunk anew for each of them. Where the TPU's kernel quantises, it
-writes all of these in one call; else they go one by one, in a loop over those that there are.
+ring, from the chunk, or from both, in a loop over the pages that there are. On a TPU the kernel
+quantises, and all pages that lie wholly in the chunk go in one call of it; where it does not take a
+codec, they are cut out of the chunk at once, as XLA would lay out the whole chunk for each of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvjax.cache.pool import Pool, put_codes
 from kvjax.cache.quantisers import quantisers
 from kvjax.cache.spec import GroupSpec
 from kvjax.codecs.base import Codes
+from pallas_kernels.devices import on_tpu
 from pallas_kernels.seal import seal
 
 if TYPE_CHECKING:
@@ -85,6 +86,18 @@ def _seal_fresh(
     spec = group.spec
 
     def one_by_one(pool: Pool) -> Pool:
+        def page_of(row: Array, page: Array) -> tuple[Array, Array]:
+            at = (0, row, start[row] + (page - first[row]) * spec.page_size, 0, 0)
+            sizes = [(x.shape[0], 1, spec.page_size, *x.shape[3:]) for x in (k, v)]
+            k_page, v_page = (
+                jax.lax.dynamic_slice(x, at, size)[:, 0]
+                for x, size in zip((k, v), sizes, strict=True)
+            )
+            return k_page, v_page
+
+        return _one_by_one(group, pool, first, last, page_of)
+
+    def cut_first(pool: Pool) -> Pool:
         k_pages, v_pages = (_cut(x, start, most, spec) for x in (k, v))
 
         def page_of(row: Array, page: Array) -> tuple[Array, Array]:
@@ -105,9 +118,8 @@ def _seal_fresh(
 
         return pool.put(ids, write)
 
-    if quantisers(spec) is None:
-        return one_by_one(pool)
-    return jax.lax.platform_dependent(pool, tpu=at_once, default=one_by_one)
+    by_kernel = quantisers(spec) is not None
+    return on_tpu(at_once if by_kernel else cut_first, one_by_one, pool)
 
 
 def _one_by_one(
@@ -151,7 +163,7 @@ def _write(spec: GroupSpec, k_block, v_block, at, k, v, k_params, v_params) -> t
     operands = k_block, v_block, k, v
     if quantisers(spec) is None:
         return by_xla(*operands)
-    return jax.lax.platform_dependent(*operands, tpu=by_kernel, default=by_xla)
+    return on_tpu(by_kernel, by_xla, *operands)
 
 
 def _by_kernel(
@@ -170,7 +182,8 @@ def _cut(
 ) -> Float[Array, "slots B n S K H"]:
     """Whole pages of each row's tokens, from `start` on; past the chunk's end anything."""
     size = pages * spec.page_size
-    beyond = spec.page_size if spec.window is None else size  # so that no start is moved
+    # so that no start is moved: a page that begins in the chunk, or the first behind the sinks
+    beyond = max(spec.page_size, spec.sinks) if spec.window is None else size
     padded = jnp.pad(chunk, [(0, 0), (0, 0), (0, beyond), (0, 0), (0, 0)])
 
     def of_row(x: Array, start: Array) -> Array:

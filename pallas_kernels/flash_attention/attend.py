@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.devices import on_one_device
+from pallas_kernels.devices import on_one_device, on_tpu
 from pallas_kernels.flash_attention import tpu, tpu_backward
 from pallas_kernels.flash_attention.documents import Documents, in_blocks
 from pallas_kernels.flash_attention.tpu import Flash
@@ -33,8 +33,9 @@ class Choice(Protocol):
 
 def by_program(kernel: Any, plain: Any, *operands: Any) -> Any:
     """The kernel in a program for one TPU, plain XLA in any other."""
-    on_tpu = functools.partial(on_one_device, "flash attention", kernel, plain)
-    return jax.lax.platform_dependent(*operands, tpu=on_tpu, default=plain)
+    return on_tpu(
+        functools.partial(on_one_device, "flash attention", kernel, plain), plain, *operands
+    )
 
 
 def kernel_only(kernel: Any, plain: Any, *operands: Any) -> Any:

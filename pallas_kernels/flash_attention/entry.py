@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.devices import tpu_generation
 from pallas_kernels.flash_attention.attend import attend, by_program, kernel_only, plain_xla
 from pallas_kernels.flash_attention.documents import check as check_documents
 from pallas_kernels.flash_attention.tpu import Flash
@@ -14,6 +15,8 @@ from pallas_kernels.softmax import Partial
 
 IMPLEMENTATIONS = ("xla", "tpu", "gpu")
 
+#: The first generation of TPUs whose memory on chip its blocks fit.
+OLDEST = 5
 #: Fewest queries of a row that a block of the kernel is full of.
 FEWEST = 128
 #: Most query heads of a KV head, and most channels of a head, at which it is known to compile.
@@ -43,8 +46,10 @@ def flash_attention(
     each key; tokens of equal id are one document, and a query, which is key `offset` + t itself,
     sees keys of its own only (packed batches).
 
-    implementation: None is plain XLA where `unsupported` has a reason; else the TPU's kernel in a
-    program for one TPU and plain XLA in any other (`on_one_device`), also in the backward pass.
+    implementation: None is plain XLA where `unsupported` has a reason, and where neither this
+    process nor the mesh has TPUs (of v5 or later); else the TPU's kernel in a program for one TPU
+    and plain XLA in any other (`on_one_device`), also in the backward pass. The kernel has neither
+    forward-mode nor second derivatives.
 
     In XLA the result is `causal_partial`'s, `acc [B,K,G,T,R]`. The kernel's is already divided:
     `top` is the log-sum-exp and `mass` 1 (0 without keys), which merges and finishes alike; it
@@ -65,7 +70,8 @@ def flash_attention(
     if documents is not None:
         check_documents(documents, q, k, offset=offset, placed=at is not None)
     f = Flash(scale, offset, window, softcap, interpret=interpret)
-    if implementation == "xla" or (implementation is None and unsupported(q, v, at=at)):
+    kernel_of_any = (tpu_generation() or 0) >= OLDEST and not unsupported(q, v, at=at)
+    if implementation == "xla" or (implementation is None and not kernel_of_any):
         return plain_xla(q, k, v, lengths, documents, f=f, at=at)
     choice = by_program if implementation is None else kernel_only
     return attend(q, k, v, lengths, documents, f, choice)

@@ -34,8 +34,8 @@ def seal(
     k, v: keys and values (latents and rotated keys, with a LatentFormat), quantised by the first
     and the second of the quantisers. start: 0 by default; the tokens of a page that is written must
     be there. The kernel takes bfloat16, and writes a donated pool in place; one id twice has no
-    defined winner. Raises NotImplementedError on what an implementation does not take, ValueError
-    on shapes that do not meet.
+    defined winner, and -0 becomes 0. Raises NotImplementedError on what an implementation does not
+    take, ValueError on shapes that do not meet.
     """
     start = jnp.zeros(ids.shape[:1], jnp.int32) if start is None else start
     _check(pool, ids, k, v, start, fmt)
@@ -52,7 +52,8 @@ def seal(
 
 
 def _check(pool, ids, k, v, start, fmt: PageFormat) -> None:
-    (N, _), T, K = ids.shape, k.shape[1], fmt.num_kv_heads
+    (N, pages), T, K = ids.shape, k.shape[1], fmt.num_kv_heads
+    _need(N > 0 and pages > 0, "ids", "one page or more", ids.shape)
     _need(pool.dtype == jnp.int32, "pool", "int32", pool.dtype)
     _need(pool.shape[1:] == (fmt.rows, LANES), "pool", f"[P, {fmt.rows}, {LANES}]", pool.shape)
     _need(T >= LANES, "k", f"{LANES} tokens or more", T)

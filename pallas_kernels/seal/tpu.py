@@ -47,7 +47,7 @@ def seal_tpu(
 ) -> Int[Array, "P rows 128"]:
     """See `seal`."""
     plan = make_plan(fmt, quantisers)
-    k, v = (_in_pairs(x) for x in (k, v))
+    k, v = (_in_tiles(x) for x in (k, v))
     call = pl.pallas_call(
         functools.partial(seal_kernel, plan=plan),
         grid_spec=grid_spec(plan, steps=ids.size, k=k.shape, v=v.shape),
@@ -62,11 +62,16 @@ def seal_tpu(
     return call(*scalars, k, v, *matrices, pool)
 
 
-def _in_pairs(x: Float[Array, "N T K H"]) -> Float[Array, "N T L H"]:
-    """Room for as many heads as tiles of words of two bfloat16 hold: 2, 4, or a multiple of 8."""
-    heads = x.shape[2]
-    room = next(n for n in (2, 4, -(-heads // 8) * 8) if n >= heads)
-    return jnp.pad(x, [(0, 0), (0, 0), (0, room - heads), (0, 0)])
+def _in_tiles(x: Float[Array, "N T K H"]) -> Float[Array, "N T L W"]:
+    """Room for as many heads as tiles of words of two bfloat16 hold, 2, 4, or a multiple of 8, and
+    for whole tiles of lanes."""
+    heads, width = x.shape[2:]
+    room = next(n for n in (2, 4, -(-heads // _GROUP) * _GROUP) if n >= heads)
+    return jnp.pad(x, [(0, 0), (0, 0), (0, room - heads), (0, _room(width) - width)])
+
+
+def _room(width: int) -> int:
+    return width if width <= LANES else -(-width // LANES) * LANES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +90,9 @@ def make_plan(fmt: PageFormat, quantisers: tuple[Quantiser, Quantiser]) -> Plan:
     factors = [1.0, 1.0]
     for source, quantiser in enumerate(quantisers):
         if not quantiser.by_tokens:
-            turn, factors[source] = _turn(quantiser, fmt.width_of(source))
-            matrices["turn", source] = turn
+            width = fmt.width_of(source)
+            turn, factors[source] = _turn(quantiser, width)
+            matrices["turn", source] = np.pad(turn, [(0, 0), (0, _room(width) - width)])
     for s in fmt.sections:
         entries = s.code.width(s.stop - s.start) if s.channels_first else LANES
         for bits, order in _planes(s.code):
@@ -143,9 +149,10 @@ def grid_spec(
 
 
 def _tokens_buffer(heads: int, width: int) -> Any:
-    """For the tokens of two pages, up to eight heads together: their places are then static."""
-    each = min(heads, _GROUP)
-    return pltpu.VMEM((2, heads // each, LANES, each, width), jnp.bfloat16)
+    """For the tokens of two pages, up to eight heads and 128 channels together: their places are
+    then static, and strided loads take one register's lanes."""
+    each, lanes = min(heads, _GROUP), min(width, LANES)
+    return pltpu.VMEM((2, heads // each, width // lanes, LANES, each, lanes), jnp.bfloat16)
 
 
 def seal_kernel(ids, start, k, v, *refs, plan: Plan):
@@ -160,10 +167,11 @@ def seal_kernel(ids, start, k, v, *refs, plan: Plan):
         at = pl.ds(jnp.clip(first, 0, k.shape[1] - LANES), LANES)
         copies = []
         for j, (x, into) in enumerate(((k, k_tokens), (v, v_tokens))):
-            _, groups, _, heads, _ = into.shape
-            for g in range(groups):
-                some = x.at[i // each, at, pl.ds(g * heads, heads)]
-                copies.append(pltpu.make_async_copy(some, into.at[i % 2, g], came.at[i % 2, j]))
+            _, groups, tiles, _, heads, lanes = into.shape
+            for g, tile in itertools.product(range(groups), range(tiles)):
+                some = x.at[i // each, at, pl.ds(g * heads, heads), pl.ds(tile * lanes, lanes)]
+                to = into.at[i % 2, g, tile]
+                copies.append(pltpu.make_async_copy(some, to, came.at[i % 2, j]))
         return copies
 
     def page_of(i):
@@ -235,14 +243,17 @@ def _staggered(works: Iterator[Iterator[None]]) -> None:
         running = [work for work in running if next(work, True) is None]
 
 
-def _pair(tokens, p: int) -> Int[Array, "128 H"]:
+def _pair(tokens, p: int) -> Int[Array, "128 W"]:
     """Words of the heads 2p and 2p + 1 of 128 tokens: bfloat16 lies in pairs down the heads."""
-    _, heads, width = tokens.shape
-    flat = tokens.bitcast(jnp.int32).reshape(LANES * heads // 2, width)
-    return flat[...] if heads == 2 else flat[pl.ds(p, LANES, stride=heads // 2)]
+    tiles, _, heads, lanes = tokens.shape
+    parts = []
+    for tile in range(tiles):
+        flat = tokens.at[tile].bitcast(jnp.int32).reshape(LANES * heads // 2, lanes)
+        parts.append(flat[...] if heads == 2 else flat[pl.ds(p, LANES, stride=heads // 2)])
+    return parts[0] if tiles == 1 else jnp.concatenate(parts, axis=1)
 
 
-def _half(words: Int[Array, "128 H"], *, upper: bool) -> Float[Array, "128 H"]:
+def _half(words: Int[Array, "128 W"], *, upper: bool) -> Float[Array, "128 W"]:
     """One head of a pair, bfloat16 numbers as float32."""
     bits = words & jnp.int32(-65536) if upper else words << 16
     return lax.bitcast_convert_type(bits, jnp.float32)
@@ -252,7 +263,9 @@ def _make_head(head, tokens, page, matrix, plan: Plan) -> Iterator[None]:
     """Three stages: tokens turned, quantised, packed."""
     fmt, side = plan.fmt, []
     turned = [
-        x if quantiser.by_tokens else _channels_down(x, matrix["turn", i], plan.factors[i])
+        x[:, : fmt.width_of(i)]
+        if quantiser.by_tokens
+        else _channels_down(x, matrix["turn", i], plan.factors[i], rows=fmt.width_of(i))
         for i, (x, quantiser) in enumerate(zip(tokens, plan.quantisers, strict=True))
     ]
     yield
@@ -280,10 +293,12 @@ def _make_head(head, tokens, page, matrix, plan: Plan) -> Iterator[None]:
         page[pl.ds(fmt.side_row + j // 2 * fmt.num_kv_heads + head, 1)] = pair
 
 
-def _channels_down(x: Float[Array, "128 H"], turn, factor: float) -> Float[Array, "R 128"]:
+def _channels_down(
+    x: Float[Array, "128 W"], turn, factor: float, *, rows: int
+) -> Float[Array, "rows 128"]:
     """A head's tokens times the matrix of `_turn`."""
-    y, R = matmul(turn[...], x.astype(jnp.bfloat16), ROWS_BY_LANES), x.shape[1]
-    parts = [y[i : i + R] for i in range(0, y.shape[0], R)]
+    y = matmul(turn[...], x.astype(jnp.bfloat16), ROWS_BY_LANES)
+    parts = [y[i : i + rows] for i in range(0, y.shape[0], rows)]
     y = functools.reduce(operator.add, parts[::-1])  # the smallest first
     return y if factor == 1.0 else y * factor
 

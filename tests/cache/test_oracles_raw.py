@@ -13,6 +13,7 @@ CONFIGS = [
     CacheConfig(page_size=16, sinks=4, recent=5),
     CacheConfig(page_size=8, sinks=0, recent=0),
     CacheConfig(page_size=8, sinks=3, recent=24),
+    CacheConfig(page_size=8, sinks=13, recent=3),
 ]
 NAMES = [f"page{c.page_size}-sinks{c.sinks}-recent{c.recent}" for c in CONFIGS]
 FORMS = ["unrolled", "stacked"]

@@ -65,17 +65,22 @@ def test_what_plain_xla_seals():
 SLIDING = "sliding_attention"
 
 
+WINDOWS = {"layer_types": (SLIDING,) * 2, "sliding_window": 400}
+
+
 @pytest.mark.parametrize(
-    ("apart", "fields"),
-    [(False, {}), (True, {"layer_types": (SLIDING,) * 2, "sliding_window": 400})],
-)
-def test_a_cache_filled_by_kernels_is_the_same(monkeypatch, apart, fields):
-    """Calls of many lengths, ragged rows: pages from the ring, from the chunk and from both."""
+    ("by", "apart", "sinks", "fields"),
+    [("kernel", False, 4, {}), ("kernel", True, 4, WINDOWS), ("cutting", False, 300, {}),
+     ("cutting", True, 0, WINDOWS)],
+)  # fmt: skip
+def test_a_cache_filled_as_on_a_tpu_is_the_same(monkeypatch, by, apart, sinks, fields):
+    """Calls of many lengths, ragged rows: pages from the ring, from the chunk and from both; more
+    sinks than a page has tokens."""
     config = ModelConfig(
         vocab_size=32, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=2,
         num_kv_heads=2, head_dim=32, max_position_embeddings=2048, **fields,
     )  # fmt: skip
-    cache_config = CacheConfig(k="int8", v="int8", kernel="tpu-v6e")
+    cache_config = CacheConfig(k="int8", v="int8", kernel="tpu-v6e", sinks=sinks)
     rng = np.random.default_rng(5)
     calls = [(300, (300, 170)), (1, (1, 1)), (700, (0, 700)), (40, (40, 3)), (129, (129, 129))]
     chunks = [
@@ -95,17 +100,20 @@ def test_a_cache_filled_by_kernels_is_the_same(monkeypatch, apart, fields):
 
     want, called = filled(), []
 
-    def by_kernel(*operands, tpu, default):
-        return tpu(*operands)
+    def by_kernel(kernel, plain, *operands):
+        return kernel(*operands)
 
     def reference(*operands, implementation, **how):
         called.append(operands[1].shape)
         assert implementation == "tpu"
         return seal.seal(*operands, implementation="xla", **how)
 
-    monkeypatch.setattr(jax.lax, "platform_dependent", by_kernel)
+    monkeypatch.setattr(sealing, "on_tpu", by_kernel)
     monkeypatch.setattr(sealing, "seal", reference)
+    if by == "cutting":  # codecs that the kernel does not take
+        monkeypatch.setattr(sealing, "quantisers", lambda spec: None)
     got = filled()
-    assert {shape[1] for shape in called} > {1}  # a page from the ring, and several of a chunk
+    if by == "kernel":
+        assert {shape[1] for shape in called} > {1}  # a page from the ring, several of a chunk
     for a, b in zip(want, got, strict=True):
         np.testing.assert_array_equal(a, b)

@@ -16,6 +16,7 @@ from kvjax.attending import attended_by
 from kvjax.cache.attend import attend_layer
 from kvjax.cache.latent import attend_latent
 from kvjax.training.loss import next_token_loss
+from pallas_kernels import devices
 from pallas_kernels.flash_attention import causal_partial, entry, flash_attention, unsupported
 from pallas_kernels.softmax import finish
 
@@ -75,6 +76,7 @@ def interpreted():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(entry, "by_program", kernel)
+        patch.setattr(entry, "tpu_generation", lambda: 5)
         for f in traced:
             f.clear_cache()
         yield called
@@ -173,7 +175,7 @@ def test_rows_mapped_by_vmap():
     np.testing.assert_array_equal(got, finish(causal_partial(q, k, v, lengths=lengths, scale=0.3)))
 
 
-def test_what_the_kernel_is_not_taken_for():
+def test_what_the_kernel_is_not_taken_for(monkeypatch):
     def reason(T=128, G=2, H=64, R=64, dtype=jnp.bfloat16, **more):
         q = jax.ShapeDtypeStruct((1, T, 2, G, H), dtype)
         return unsupported(q, jax.ShapeDtypeStruct((1, T, 2, R), dtype), **more)
@@ -184,13 +186,32 @@ def test_what_the_kernel_is_not_taken_for():
     assert "there are 17 and 64" in reason(G=17)
     assert "256 channels of a head, and there are 2 and 264" in reason(R=264)
     assert "named by their places" in reason(at=jnp.zeros((1, 128), jnp.int32))
-    for dtype, held in ((jnp.float32, False), (jnp.bfloat16, True)):
+    cases = [(jnp.float32, 5, False), (jnp.bfloat16, 5, True), (jnp.bfloat16, 4, False)]
+    for dtype, generation, held in [*cases, (jnp.bfloat16, None, False)]:
+        for module in (entry, devices):
+            monkeypatch.setattr(module, "tpu_generation", lambda now=generation: now)
         attend = functools.partial(flash_attention, lengths=jnp.asarray([130, 9]), scale=0.3)
         text = str(jax.make_jaxpr(attend)(*arrays(130, dtype=dtype)))
         assert ("pallas_call" in text) == held
     at = jnp.zeros((2, 130), jnp.int32)
     with pytest.raises(NotImplementedError, match="at: the kernel takes queries in a row only"):
         attend(*arrays(130), at=at, implementation="tpu")
+
+
+def test_without_a_tpu_derivatives_of_all_orders_are_there():
+    q, k, v = arrays(130)
+    lengths = jnp.asarray([130, 9])
+
+    def loss(q):
+        part = flash_attention(q, k, v, lengths=lengths, scale=0.3)
+        return jnp.sum(finish(part).astype(jnp.float32) ** 2)
+
+    _, along = jax.jvp(loss, (q,), (q,))
+    backward = jax.grad(loss)(q)
+    np.testing.assert_allclose(along, jnp.sum((backward * q).astype(jnp.float32)), rtol=0.02)
+    second = jax.jvp(jax.grad(loss), (q,), (q,))[1]
+    assert bool(jnp.all(jnp.isfinite(second)))
+    assert bool(jnp.any(second != 0))
 
 
 def test_reports_say_which(monkeypatch):
