@@ -24,7 +24,7 @@ from pallas_kernels.words import as_half, float_bits
 
 def quantisers(spec: GroupSpec) -> tuple[Quantiser, Quantiser] | None:
     """What the seal kernel does for the keys and the values of a group; None where plain XLA does
-    it: pages that are not the TPU's, QJL's and KVQuant's, and exact tokens that are not bfloat16."""
+    it: for pages that are not the TPU's, QJL, KVQuant, and exact tokens that are not bfloat16."""
     if spec.packed is None or spec.dtype != jnp.bfloat16:
         return None
     both = ((spec.k_codec, spec.head_dim), (spec.v_codec, spec.v_head_dim))
