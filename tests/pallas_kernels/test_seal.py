@@ -185,10 +185,22 @@ def test_what_does_not_fit_is_named():
         seal(pool, ids, k, v, implementation="gpu", **how)
 
 
+BY_DEFAULT = [
+    ("rotated", "v6e"), ("int8-one-head", "v5e"), ("int8-four-wide-heads", "v5e"),
+    ("kivi-three-heads-of-192", "v6e"), ("latent", "v5e"),
+]  # fmt: skip
+
+
 @pytest.mark.skipif(not aot.available(), reason="needs libtpu, of the extra kvjax[aot]")
 @pytest.mark.usefixtures("libtpu_environment")
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    [
+        pytest.param(name, chip, marks=pytest.mark.slow if (name, chip) not in BY_DEFAULT else ())
+        for name in CASES
+        for chip in ("v5e", "v6e")
+    ],
+)
 def test_it_compiles_and_copies_no_pool(name, chip):
     fmt, quantisers = CASES[name]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands(fmt, tokens=1024)]
