@@ -79,9 +79,13 @@ WINDOWS = {"layer_types": (SLIDING,) * 2, "sliding_window": 400}
 
 @pytest.mark.parametrize(
     ("by", "apart", "sinks", "fields"),
-    [("kernel", False, 4, {}), ("kernel", True, 4, WINDOWS), ("cutting", False, 300, {}),
-     ("cutting", True, 0, WINDOWS)],
-)  # fmt: skip
+    [
+        pytest.param("kernel", False, 4, {}, marks=pytest.mark.slow),
+        ("kernel", True, 4, WINDOWS),
+        ("cutting", False, 300, {}),
+        pytest.param("cutting", True, 0, WINDOWS, marks=pytest.mark.slow),
+    ],
+)
 def test_a_cache_filled_as_on_a_tpu_is_the_same(monkeypatch, by, apart, sinks, fields):
     """Calls of many lengths, ragged rows: pages from the ring, from the chunk and from both; more
     sinks than a page has tokens."""

@@ -214,7 +214,8 @@ def test_several_devices():
     ]
 
     def compiled(f):
-        step = jax.jit(f).lower(*operands).compile()
+        with jax.set_mesh(mesh):
+            step = jax.jit(f).lower(*operands).compile()
         assert not re.search("all-(gather|reduce|to-all)", step.as_text())
         return kernels(step)
 
