@@ -97,7 +97,7 @@ class Code(abc.ABC):
         """What lies in the words, from the top rows down: fields, their bits and their order."""
         return [Plane(self.stored(q.astype(jnp.int32)), self.bits, self.order)]
 
-    def below(self, halves: Int[Array, "n L"]) -> list[Int[Array, "m 128"]]:
+    def below(self, halves: Int[Array, "*lead n L"]) -> list[Int[Array, "*lead m 128"]]:
         """Rows below the words, of float16 numbers (their bits) that are not one a token."""
         return []
 

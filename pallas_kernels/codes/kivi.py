@@ -46,18 +46,17 @@ class KiviKey(Asymmetric):
 
     def pack(self, leaves: Leaves, *, channels_first: bool) -> Int[Array, "*lead W L"]:
         words = super().pack(leaves, channels_first=channels_first)
-        pair = packing.half_bits(leaves["scale"]) | (packing.half_bits(leaves["low"]) << 16)
-        pair = jnp.pad(pair, [(0, 0)] * (pair.ndim - 1) + [(0, -pair.shape[-1] % LANES)])
-        pair = pair.reshape(*pair.shape[:-1], -1, LANES)  # spans, lane tiles, lanes
-        return jnp.concatenate([words, pair.reshape(*words.shape[:-2], -1, LANES)], axis=-2)
+        halves = [packing.half_bits(leaves[name]) for name in ("scale", "low")]
+        below = self.below(jnp.concatenate(halves, axis=-2))
+        return jnp.concatenate([words, *below], axis=-2)
 
     def below(self, halves):
-        spans, channels = self._spans, halves.shape[1]
-        pair = halves[:spans] | (halves[spans:] << 16)
-        padding = jnp.zeros((spans, -channels % LANES), jnp.int32)
-        pair = jnp.concatenate([pair, padding], axis=1) if channels % LANES else pair
-        tiles = [pair[:, i : i + LANES] for i in range(0, pair.shape[1], LANES)]
-        return [tile[s : s + 1] for s in range(spans) for tile in tiles]
+        spans, channels = self._spans, halves.shape[-1]
+        pair = halves[..., :spans, :] | (halves[..., spans:, :] << 16)
+        padding = jnp.zeros((*pair.shape[:-1], -channels % LANES), jnp.int32)
+        pair = jnp.concatenate([pair, padding], axis=-1) if channels % LANES else pair
+        tiles = [pair[..., i : i + LANES] for i in range(0, pair.shape[-1], LANES)]
+        return [tile[..., s : s + 1, :] for s in range(spans) for tile in tiles]
 
     def values(self, words, side, params, *, channels_first):
         rows = self._code_rows(words.shape[-2])
