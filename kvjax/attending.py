@@ -24,7 +24,9 @@ from kvjax.layers.kinds import Place
 from kvjax.layers.mla import Up
 from kvjax.layers.retention import State, retain
 from kvjax.layers.rope import score_factor
+from pallas_kernels.devices import tpu_generation
 from pallas_kernels.flash_attention import flash_attention, unsupported
+from pallas_kernels.flash_attention.entry import OLDEST
 from pallas_kernels.softmax import finish, with_sinks
 
 
@@ -44,6 +46,8 @@ def attended_by(config: ModelConfig, *, dtype: str, tokens: int) -> str:
     platform = jax.default_backend()
     if platform != "tpu":
         return f"plain XLA (no kernel for {platform})"
+    if (tpu_generation() or 0) < OLDEST:
+        return f"plain XLA (the kernel needs a TPU of v{OLDEST} or later)"
     heads, groups = config.num_kv_heads, config.num_heads // config.num_kv_heads
     key = value = config.head_dim
     if config.mla is not None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax import CacheConfig, MLAConfig, ModelConfig, RopeConfig, Transformer
+from kvjax import CacheConfig, MLAConfig, ModelConfig, RopeConfig, Transformer, attending
 from kvjax.attending import attended_by
 from kvjax.cache.attend import attend_layer
 from kvjax.cache.latent import attend_latent
@@ -217,6 +217,9 @@ def test_reports_say_which(monkeypatch):
     call = functools.partial(attended_by, dtype="bfloat16", tokens=128)
     assert call(config) == f"plain XLA (no kernel for {jax.default_backend()})"
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(attending, "tpu_generation", lambda: 4)
+    assert "needs a TPU of v5 or later" in call(config)
+    monkeypatch.setattr(attending, "tpu_generation", lambda: 5)
     assert call(config) == "the TPU kernel"
     assert "the arrays are float32" in call(config, dtype="float32")
     latent = MLAConfig(512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
